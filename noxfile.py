@@ -67,13 +67,13 @@ VERL_NEEDS = (
     "torchdata",
 )
 QUICK = (
-    *("tests/driver", "tests/ranks", "tests/live", "tests/remote/servers", "tests/fill/kernels/test_quantize.py"),
+    *("tests/driver", "tests/ranks", "tests/live", "tests/remote/servers", "tests/kernels/test_quantize.py"),
     *("tests/sources", "--ignore=tests/sources/sharded", "tests/planted/test_planted.py"),
     *(
         "tests/test_architecture.py",
         "tests/test_docs.py",
         "tests/test_pages.py",
-        "tests/test_peft.py",
+        "tests/training/test_peft.py",
         "tests/test_config.py",
     ),
 )

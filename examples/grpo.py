@@ -10,7 +10,7 @@ PRECISION[-stale][+CORRECTION].
   bf16  fp8  fp8kv                    weights in BF16; in block FP8; also an FP8 KV cache, calibrated at every refit
   unified                             block FP8, and the trainer computes with the engine's codes and scales
   -stale                              the engine is never refitted, for comparison
-  +token +sequence +icepop +adaptive  importance weights (`fp8refit.correction`); none without it
+  +token +sequence +icepop +adaptive  importance weights (`fp8refit.training.correction`); none without it
 
 One engine serves all variants and seeds of a precision: every run begins with a refit. With `--at-once`, seeds run in
 parallel processes with an engine each: that is faster, but makes the times meaningless. `OUT/grpo.json` holds every
@@ -42,8 +42,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from fp8refit import __version__, correction, quantize_blockwise
-from fp8refit.precision import Unified, unify
+from fp8refit import __version__, quantize_blockwise
+from fp8refit.training import correction
+from fp8refit.training.precision import Unified, unify
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COMMAND = "FP8REFIT_GRPO_COMMAND"

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from fp8refit import Refitter
 from fp8refit.bench.shapes import block_fp8
-from fp8refit.precision import Unified
+from fp8refit.training.precision import Unified
 
 MAX_CALIBRATION = 64
 """Number of sequences to calibrate an FP8 KV cache with."""

@@ -29,7 +29,8 @@ from fp8refit.errors import (
     TransportError,
     UnsupportedEngineError,
 )
-from fp8refit.fill.kernels import dequantize_blockwise, quantize_blockwise
+from fp8refit.kernels import dequantize_blockwise, quantize_blockwise
+from fp8refit.moved import keep_old_paths
 from fp8refit.report import KvReport, RefitReport, VerifyReport
 from fp8refit.sources.sharded.gather import gathered
 
@@ -72,3 +73,5 @@ __all__ = [
     "refit",
     "update",
 ]
+
+keep_old_paths()

@@ -60,7 +60,7 @@ class CalibrationError(RefitError):
 
 
 class InvalidCorrectionError(RefitError, ValueError):
-    """The functions of `fp8refit.correction` cannot use these arguments: shapes differ, or bounds are empty."""
+    """The functions of `fp8refit.training.correction` cannot use these arguments: shapes differ, or bounds are empty."""
 
 
 class UnsupportedEngineError(RefitError, ValueError):

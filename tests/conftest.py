@@ -15,8 +15,8 @@ from tests.fakes import FakeEntryPoint, FakeModel
 if not torch.cuda.is_available():
     with pytest.MonkeyPatch.context() as patch, suppress(ImportError):
         patch.setenv("TRITON_INTERPRET", "1")
-        import fp8refit.fill.kernels.triton_groups
-        import fp8refit.fill.kernels.triton_table  # noqa: F401
+        import fp8refit.kernels.triton_groups
+        import fp8refit.kernels.triton_table  # noqa: F401
 
 
 def pytest_collection_finish():

@@ -37,8 +37,8 @@ from fp8refit.ranks.live_model import LiveModel
 from fp8refit.ranks.rank import Rank
 from fp8refit.ranks.target import Target
 from fp8refit.ranks.write import Write
-from fp8refit.remote.channel import Answers
-from fp8refit.remote.messages import Request
+from fp8refit.remote.protocol.channel import Answers
+from fp8refit.remote.protocol.messages import Request
 from fp8refit.remote.rank_server import RankServer
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.transport.running import InThread
@@ -354,7 +354,7 @@ class Drivers:
 
 
 class ThreadChannel:
-    """See `fp8refit.remote.channel.Channel`: every server in a thread."""
+    """See `fp8refit.remote.protocol.channel.Channel`: every server in a thread."""
 
     num_at_once = num_ahead = 1
 

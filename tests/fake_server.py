@@ -8,7 +8,7 @@ from typing import Any
 
 from fp8refit.config import RefitConfig
 from fp8refit.errors import RankFailedError
-from fp8refit.remote.channel import Answers, send_in_turn
+from fp8refit.remote.protocol.channel import Answers, send_in_turn
 from fp8refit.remote.rank_server import RankServer
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.remote.servers.http_client import Server

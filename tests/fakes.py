@@ -13,8 +13,8 @@ from fp8refit.config import RefitConfig
 from fp8refit.driver.attach import AttachedEngine
 from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.errors import CacheFlushError, EngineBusyError
-from fp8refit.fill.kernels.reference import quantize_reference
 from fp8refit.fill.plan import PlanBuilder, RefitPlan
+from fp8refit.kernels.reference import quantize_reference
 from fp8refit.live.formats import BlockFormat, ScaleFormat
 from fp8refit.live.parameters import live_tensors
 from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Inventory, Refresh, Refusal, Slot, TensorMeta

@@ -21,12 +21,12 @@ from torch.profiler import ProfilerActivity, profile
 import fp8refit.driver.adapters
 import fp8refit.sources.sharded.gather
 from fp8refit import RefitError, Refitter, gathered
-from fp8refit.megatron import MegatronNames, global_names
 from fp8refit.sources.sharded import batches
 from fp8refit.sources.sharded.gather import Gathered, Piece
 from fp8refit.sources.sharded.trainer_group import _voting, trainer_group
+from fp8refit.training.megatron import MegatronNames, global_names
 from tests.fakes import FakeEntryPoint, FakeModel, assert_holds, live_bytes, make_policy
-from tests.test_megatron import GROUPS, HEAD, checkpoint, megatron
+from tests.training.test_megatron import GROUPS, HEAD, checkpoint, megatron
 
 SHAPES = {
     "embedding": (1000, 24),

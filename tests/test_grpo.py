@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8refit import correction, quantize_blockwise
+from fp8refit import quantize_blockwise
+from fp8refit.training import correction
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -12,8 +12,8 @@ from fp8refit.config import RefitConfig
 from fp8refit.driver import engine
 from fp8refit.driver.admission import cache_kept, unfinished
 from fp8refit.errors import EngineLostError, UnsupportedEngineError
-from fp8refit.remote.channel import Answers, Channel
-from fp8refit.remote.messages import have_done
+from fp8refit.remote.protocol.channel import Answers, Channel
+from fp8refit.remote.protocol.messages import have_done
 from fp8refit.transport.loopback import Switchboard
 from fp8refit_sglang.controls import TokenizerControls
 from fp8refit_sglang.worker import FLUSH, KEPT
@@ -30,7 +30,7 @@ _SETTLING_S = 1.0
 
 
 class Driver(engine.Driver, Channel):
-    """Controls an engine's requests, and implements `fp8refit.remote.channel.Channel` to its ranks.
+    """Controls an engine's requests, and implements `fp8refit.remote.protocol.channel.Channel` to its ranks.
 
     Args:
         controls: The engine's controls.

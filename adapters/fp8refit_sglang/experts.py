@@ -9,7 +9,7 @@ from torch import nn
 
 from fp8refit.live.formats import BlockFormat
 from fp8refit.live.slots import Refresh
-from fp8refit.live.tracing.rules import Kernel, Why
+from fp8refit.tracing.rules import Kernel, Why
 
 ROW_MAJOR_RUNNERS = frozenset({"cutlass", "deep_gemm", "triton"})
 """SGLang's expert kernels that read block-FP8 weights in checkpoint layout, on GPUs where scales stay float32."""

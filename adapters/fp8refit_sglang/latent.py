@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8refit.live.tracing.rules import Why
+from fp8refit.tracing.rules import Why
 
 ABSORBED = _KEYS, _VALUES = "w_kc", "w_vc"
 _KNOWN_RULE = "DeepseekV2WeightLoaderMixin.post_load_weights"

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8refit.fill.kernels import dequantize_blockwise
+from fp8refit.kernels import dequantize_blockwise
 from fp8refit.live.slots import Refresh
-from fp8refit.live.tracing.rules import Kernel, Why
-from fp8refit.live.tracing.stored import is_experts
+from fp8refit.tracing.rules import Kernel, Why
+from fp8refit.tracing.stored import is_experts
 from fp8refit_sglang.experts import ROUTER_COPY, block_format, kernel_of_experts, refreshes_of_routers, why_not_read
 from fp8refit_sglang.latent import ABSORBED, has_known_rule, is_latent, why_not_absorbed
 
@@ -33,7 +33,7 @@ _ANOTHER_KERNEL = 'Boot with fp8_gemm_runner_backend="triton", "deep_gemm" or "c
 
 
 class SglangRules:
-    """Implements `fp8refit.live.tracing.rules.KernelRules` for SGLang.
+    """Implements `fp8refit.tracing.rules.KernelRules` for SGLang.
 
     Args:
         model: The live model.

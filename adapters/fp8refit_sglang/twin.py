@@ -11,7 +11,7 @@ from fp8refit_transformers.naming import namings_of, plain_config, twin_or_refus
 from torch import nn
 
 from fp8refit.live.slots import Refusal
-from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, format_stored, trace_as_named
+from fp8refit.tracing.twin import EmptyOnMeta, Twin, format_stored, trace_as_named
 
 _MAY_DOWNCAST = "SGLANG_QUANT_ALLOW_DOWNCASTING"
 """Without it, some loaders reject BF16 tensors for FP8 weights."""

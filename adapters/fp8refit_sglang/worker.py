@@ -15,11 +15,11 @@ from fp8refit.config import RefitConfig
 from fp8refit.driver.attach import made_once
 from fp8refit.errors import EngineAsleepError, EngineBusyError, RefitError
 from fp8refit.live.slots import Inventory, Refresh, Refusal
-from fp8refit.live.tracing.inventory import inventory_of
-from fp8refit.live.tracing.twin import Twin
 from fp8refit.ranks.rank import Rank
 from fp8refit.ranks.target import Target
 from fp8refit.remote.rank_server import RankServer
+from fp8refit.tracing.inventory import inventory_of
+from fp8refit.tracing.twin import Twin
 from fp8refit.transport.loopback import RankConnection
 from fp8refit.transport.process_group import ProcessGroupExchange
 from fp8refit_sglang.compat import VERSIONS, address_in, loses_weights, receipt

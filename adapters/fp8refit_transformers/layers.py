@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fp8refit.live.slots import TensorMeta
-from fp8refit.live.tracing.records import Copy
+from fp8refit.tracing.records import Copy
 
 _LAYER = re.compile(r"^(.*?\.)(\d+)(\..+)$")
 """What comes before a layer's number, the number, and a tensor of that layer."""

@@ -11,7 +11,7 @@ from fp8refit.live.copies import Copies, values_of
 from fp8refit.live.names import attention_name, strip_wrappers
 from fp8refit.live.parameters import LiveTensor, live_tensors
 from fp8refit.live.slots import SCALE_SUFFIX, Inventory, KvCache, KvLayer, KvScale, Refusal, Slot
-from fp8refit.live.tracing.twin import EmptyOnMeta
+from fp8refit.tracing.twin import EmptyOnMeta
 from fp8refit_transformers.admission import own_class
 from fp8refit_transformers.kv_cache import DTYPE, KINDS, Fp8Kv, fp8_kvs
 from fp8refit_transformers.linear import BlockFp8Linear

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fp8refit import dequantize_blockwise, quantize_blockwise
-from fp8refit.fill.kernels import quantize_activations, quantize_matrix
+from fp8refit.kernels import quantize_activations, quantize_matrix
 from fp8refit.live.formats import BlockFormat
 
 DEVICE_BLOCK = 128

@@ -16,9 +16,9 @@ from torch import Tensor
 from fp8refit.fill.plan import is_any_of
 from fp8refit.live.names import without_numbers
 from fp8refit.live.slots import Refusal, Stacked, TensorMeta
-from fp8refit.live.tracing.records import Copy
-from fp8refit.live.tracing.trace import Trace
-from fp8refit.live.tracing.twin import Naming, Twin
+from fp8refit.tracing.records import Copy
+from fp8refit.tracing.trace import Trace
+from fp8refit.tracing.twin import Naming, Twin
 from fp8refit_transformers.layers import Saved, save_alike
 
 _DRAFT_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
@@ -31,7 +31,7 @@ def twin_or_refusal(config: Any, trace: Callable[[], Twin | None]) -> Twin | Ref
 
     Args:
         config: The model's Hugging Face config.
-        trace: Calls `fp8refit.live.tracing.twin.trace_as_named` with `namings_of` the model.
+        trace: Calls `fp8refit.tracing.twin.trace_as_named` with `namings_of` the model.
     """
     name = ", ".join(config.architectures or ())
     try:

@@ -13,7 +13,7 @@ from fp8refit.config import RefitConfig
 from fp8refit.driver.admission import still_running
 from fp8refit.driver.engine import Driver
 from fp8refit.errors import EngineLostError, RankFailedError, RefitError
-from fp8refit.remote.channel import Answers, Channel, send_in_turn
+from fp8refit.remote.protocol.channel import Answers, Channel, send_in_turn
 from fp8refit.transport.running import begun
 from fp8refit_vllm.compat import token_ids
 from fp8refit_vllm.core import CORE_METHOD, Outcome

@@ -15,7 +15,7 @@ from fp8refit.bench.engine import Strategy
 from fp8refit.bench.shapes import block_fp8
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.slots import Inventory
-from fp8refit.live.tracing.inventory import inventory_of
+from fp8refit.tracing.inventory import inventory_of
 from fp8refit_vllm.compat import VERSIONS
 from fp8refit_vllm.core_compat import in_process_executor
 from fp8refit_vllm.layout import VllmRules

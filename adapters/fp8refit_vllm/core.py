@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from fp8refit.remote.messages import have_done
+from fp8refit.remote.protocol.messages import have_done
 from fp8refit_vllm.core_compat import begin_call, is_cache_idle, publish_in_core
 
 CORE_METHOD = "fp8refit_pair"

@@ -18,7 +18,7 @@ from fp8refit.errors import (
     RefitError,
     UnsupportedEngineError,
 )
-from fp8refit.remote.channel import Answers, Channel, send_in_turn
+from fp8refit.remote.protocol.channel import Answers, Channel, send_in_turn
 from fp8refit_vllm.compat import token_ids
 from fp8refit_vllm.core import CORE_METHOD, Outcome
 from fp8refit_vllm.core_compat import (

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from fp8refit.live.tracing.rules import Kernel, Why
+from fp8refit.tracing.rules import Kernel, Why
 from fp8refit_vllm.compat import block_format
 
 _DEEP_GEMM = ("DEEPGEMM", "BATCHED_DEEPGEMM")

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from fp8refit.live.names import attention_name
 from fp8refit.live.slots import KvCache, KvLayer, KvScale, Refusal
-from fp8refit.live.tracing.rules import Why
 from fp8refit.ranks.kv.measuring import Heads, LivePrefill, one_for_each_reason, refusals_to_measure
+from fp8refit.tracing.rules import Why
 
 _FP8 = ("fp8", "fp8_e4m3")
 _READS_TENSORS = frozenset({"FLASH_ATTN", "FLASH_ATTN_DIFFKV", "FLEX_ATTENTION", "TRITON_ATTN", "TRITON_ATTN_DIFFKV"})

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8refit.live.slots import Refresh
-from fp8refit.live.tracing.rules import Kernel, Why
-from fp8refit.live.tracing.stored import is_experts
+from fp8refit.tracing.rules import Kernel, Why
+from fp8refit.tracing.stored import is_experts
 from fp8refit_vllm.compat import block_format, dequantized, linear_kernel, wants_powers_of_two
 from fp8refit_vllm.experts import experts_backend, kernel_of_experts, sync_experts, why_experts_move
 
@@ -45,7 +45,7 @@ def _join_gates(layer: Any) -> None:
 
 
 class VllmRules:
-    """Implements `fp8refit.live.tracing.rules.KernelRules` for vLLM."""
+    """Implements `fp8refit.tracing.rules.KernelRules` for vLLM."""
 
     no_block_fp8 = 'Boot from a block-FP8 checkpoint (fp8refit quantize), or with quantization="fp8_per_block"'
     other_quantization = 'Boot from a checkpoint with weight_block_size, or with quantization="fp8_per_block"'

@@ -18,8 +18,8 @@ from fp8refit.driver.attach import AttachedEngine
 from fp8refit.driver.engine import Engine
 from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import EngineLostError, RankFailedError, RefitError, TransportError, UnsupportedEngineError
-from fp8refit.remote import messages
-from fp8refit.remote.channel import GRACE_S, Answers, Channel
+from fp8refit.remote.protocol import messages
+from fp8refit.remote.protocol.channel import GRACE_S, Answers, Channel
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.transport.collective.board import Address, Board
 from fp8refit.transport.collective.store import open_store

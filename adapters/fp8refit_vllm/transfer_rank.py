@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 
 from fp8refit import __version__
 from fp8refit.errors import EngineBusyError, EngineDirtyError, RankFailedError, TransportError
-from fp8refit.remote import messages
-from fp8refit.remote.messages import Reply, Request
+from fp8refit.remote.protocol import messages
+from fp8refit.remote.protocol.messages import Reply, Request
 from fp8refit.transport.collective.board import Address, Board
 from fp8refit.transport.error_capture import ErrorCapture
 from fp8refit.transport.vote import ErrorRecord
@@ -28,7 +28,7 @@ FINDING_S = 30.0
 
 
 class Letter(BaseModel, frozen=True, extra="forbid"):
-    """What vLLM's methods carry: a `fp8refit.remote.messages.Request` to every rank, and where to answer it: on the board,
+    """What vLLM's methods carry: a `fp8refit.remote.protocol.messages.Request` to every rank, and where to answer it: on the board,
     under the number of the rank.
     """
 

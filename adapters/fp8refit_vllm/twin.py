@@ -12,7 +12,7 @@ from fp8refit_transformers.naming import namings_of, plain_config, twin_or_refus
 from torch import nn
 
 from fp8refit.live.slots import Refusal
-from fp8refit.live.tracing.twin import EmptyOnMeta, Twin, format_stored, trace_as_named
+from fp8refit.tracing.twin import EmptyOnMeta, Twin, format_stored, trace_as_named
 
 
 def twin_of(config: Any) -> Twin | Refusal:

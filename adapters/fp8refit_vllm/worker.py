@@ -17,11 +17,11 @@ from fp8refit.driver.attach import hold, made_once
 from fp8refit.driver.drop_in import DropInOptions
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.slots import Inventory, Refresh, Refusal
-from fp8refit.live.tracing.inventory import inventory_of
-from fp8refit.live.tracing.twin import Twin
 from fp8refit.ranks.rank import Rank
 from fp8refit.ranks.target import Target
 from fp8refit.remote.rank_server import RankServer
+from fp8refit.tracing.inventory import inventory_of
+from fp8refit.tracing.twin import Twin
 from fp8refit.transport.process_group import ProcessGroupExchange
 from fp8refit.transport.shared_flag import SharedFlag
 from fp8refit.transport.vote import Group

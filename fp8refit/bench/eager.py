@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8refit.fill.kernels.reference import block_scales
+from fp8refit.kernels.reference import block_scales
 from fp8refit.live.formats import BlockFormat
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.slots import SCALE_SUFFIX

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from fp8refit.bench.clock import Count, Percentiles, copy_gb_per_s, device_seconds
 from fp8refit.bench.result import BenchResult, gpu_name, stamp, versions_of
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit.fill.kernels import Task, compile_table
+from fp8refit.kernels import Task, compile_table
 from fp8refit.live.formats import BlockFormat, ScaleFormat
 from fp8refit.live.slots import Op, dtype_name
 

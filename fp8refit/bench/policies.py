@@ -9,7 +9,7 @@ from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.slots import TensorMeta
-from fp8refit.live.tracing.reading import NO_BLOCK_FP8
+from fp8refit.tracing.reading import NO_BLOCK_FP8
 
 NUM_OUTLIERS = 6
 

@@ -28,7 +28,7 @@ from fp8refit.checkpoint.outputs import (
 )
 from fp8refit.checkpoint.whole_folder import CONFIG_NAME, becoming, free_place, naming
 from fp8refit.errors import CheckpointError, NonFiniteError
-from fp8refit.fill.kernels import quantize_matrix
+from fp8refit.kernels import quantize_matrix
 from fp8refit.live.formats import BlockFormat, ScaleFormat
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.slots import SCALE_SUFFIX, stored_as

@@ -18,7 +18,7 @@ from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.errors import EngineBusyError, EngineLostError, UnsupportedEngineError
 from fp8refit.live.turn import IN_USE
 from fp8refit.ranks.ranks import Ranks
-from fp8refit.remote.channel import Answers, Channel, send_in_turn
+from fp8refit.remote.protocol.channel import Answers, Channel, send_in_turn
 from fp8refit.remote.rank_server import RankServer
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.remote.servers.connection import Connection

@@ -1,5 +1,5 @@
 """Gets a source into live slots: a pure plan, and the ways to carry it out.
 
-Quantization is in `kernels`. Votes, versions and everything else that makes a write a transaction belong in
+Quantization is in `fp8refit.kernels`. Votes, versions and everything else that makes a write a transaction belong in
 `fp8refit.ranks`.
 """

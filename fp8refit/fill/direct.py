@@ -14,14 +14,14 @@ from torch import Tensor
 
 from fp8refit.config import RefitConfig
 from fp8refit.fill.arrivals import Expected
-from fp8refit.fill.kernels import Action, Task
-from fp8refit.fill.kernels.products import LowRank, ProductKind, kind_of
-from fp8refit.fill.kernels.rows import can_merge
-from fp8refit.fill.kernels.work import ALIGNMENT_BYTES, source_layout
 from fp8refit.fill.plan import Step
 from fp8refit.fill.program import Flags, Launched, Program
 from fp8refit.fill.row_tasks import cut_to_run
 from fp8refit.fill.tasks import bind
+from fp8refit.kernels import Action, Task
+from fp8refit.kernels.products import LowRank, ProductKind, kind_of
+from fp8refit.kernels.rows import can_merge
+from fp8refit.kernels.work import ALIGNMENT_BYTES, source_layout
 from fp8refit.live.layout_guard import Addresses, LayoutGuard
 from fp8refit.live.slots import Slot
 from fp8refit.live.storage import why_unreadable

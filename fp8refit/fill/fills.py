@@ -12,7 +12,6 @@ from fp8refit.fill.arrivals import Arrivals, Expected, by_source
 from fp8refit.fill.direct import DirectFill
 from fp8refit.fill.fill import Fill
 from fp8refit.fill.from_buckets import ReceivedFill, ReceivedSource
-from fp8refit.fill.kernels import Action
 from fp8refit.fill.plan import PlanBuilder, RefitPlan
 from fp8refit.fill.program import Flags
 from fp8refit.fill.resident import ResidentFill
@@ -20,6 +19,7 @@ from fp8refit.fill.staging import Staging, least_bucket_bytes
 from fp8refit.fill.stream import StreamFill
 from fp8refit.fill.tasks import misfit_scales, scale_formats, scale_problem
 from fp8refit.fill.ties import untied
+from fp8refit.kernels import Action
 from fp8refit.live.collector import collector_paused
 from fp8refit.live.formats import ScaleFormat
 from fp8refit.live.slots import SCALE_SUFFIX, Inventory

@@ -15,11 +15,11 @@ from fp8refit.config import RefitConfig
 from fp8refit.errors import InvalidSourceError, TransportError
 from fp8refit.fill.arrivals import by_source
 from fp8refit.fill.fill import Arriving, Fill
-from fp8refit.fill.kernels import Action, Task
 from fp8refit.fill.plan import RefitPlan
 from fp8refit.fill.program import Flags, Launched, Program
 from fp8refit.fill.row_tasks import cut_to_run
 from fp8refit.fill.tasks import bind
+from fp8refit.kernels import Action, Task
 from fp8refit.live.slots import Slot
 from fp8refit.sources.source import PushedSource
 from fp8refit.transport.collective.buckets import BucketLayout, Part, WireTensor

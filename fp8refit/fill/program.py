@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from fp8refit.fill.kernels import Task, WorkTable, compile_table, join_tables
+from fp8refit.kernels import Task, WorkTable, compile_table, join_tables
 
 
 class Flags(NamedTuple):

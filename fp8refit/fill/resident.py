@@ -10,11 +10,11 @@ from typing_extensions import override
 
 from fp8refit.config import RefitConfig
 from fp8refit.fill.fill import Fill
-from fp8refit.fill.kernels import Action, Task
-from fp8refit.fill.kernels.work import have_layouts, source_layout
 from fp8refit.fill.plan import RefitPlan
 from fp8refit.fill.program import Flags, Program
 from fp8refit.fill.tasks import bind, scale_formats, scale_problem
+from fp8refit.kernels import Action, Task
+from fp8refit.kernels.work import have_layouts, source_layout
 from fp8refit.live.layout_guard import LayoutGuard
 from fp8refit.live.slots import Op, Slot
 from fp8refit.sources.source import MappingSource

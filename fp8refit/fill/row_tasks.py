@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fp8refit.fill.kernels import Task
+from fp8refit.kernels import Task
 
 
 def rows_of(task: Task, start: int, count: int) -> Task:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from fp8refit.config import RefitConfig
-from fp8refit.fill.kernels import Action, Task
 from fp8refit.fill.plan import Step
 from fp8refit.fill.program import Flags, Program
 from fp8refit.fill.row_tasks import Seams, cut_to_run
 from fp8refit.fill.tasks import bind, split
+from fp8refit.kernels import Action, Task
 from fp8refit.live.slots import Op, Slot
 
 _BUCKET_ALIGNMENT_BYTES = 256

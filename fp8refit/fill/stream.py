@@ -14,10 +14,10 @@ from typing_extensions import override
 from fp8refit.fill.arrivals import Arrivals
 from fp8refit.fill.direct import DirectFill
 from fp8refit.fill.fill import Arriving, Fill
-from fp8refit.fill.kernels import Action
 from fp8refit.fill.program import Flags
 from fp8refit.fill.staging import Staging
 from fp8refit.fill.stream_writer import StreamWriter
+from fp8refit.kernels import Action
 from fp8refit.sources.checkpoints import SafetensorsSource
 from fp8refit.sources.recipe_batches import ScratchBuffer, in_batches
 from fp8refit.sources.row_runs import InPieces, MakesPieces

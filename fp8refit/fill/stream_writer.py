@@ -9,9 +9,9 @@ from torch import Tensor
 from fp8refit.fill.arrivals import Arrivals, CutTensor
 from fp8refit.fill.direct import DeviceTensor, DirectFill
 from fp8refit.fill.fill import Arriving
-from fp8refit.fill.kernels.products import LowRank
 from fp8refit.fill.plan import Step
 from fp8refit.fill.staging import ReadBox, Staging
+from fp8refit.kernels.products import LowRank
 from fp8refit.live.slots import TensorMeta
 from fp8refit.live.turn import DisplacedError
 from fp8refit.sources.files import StoredTensor

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from fp8refit.config import RefitConfig
-from fp8refit.fill.kernels import Task
-from fp8refit.fill.kernels.products import LowRank
-from fp8refit.fill.kernels.reference_table import fits_scale_format
 from fp8refit.fill.plan import Step
 from fp8refit.fill.row_tasks import rows_of
+from fp8refit.kernels import Task
+from fp8refit.kernels.products import LowRank
+from fp8refit.kernels.reference_table import fits_scale_format
 from fp8refit.live.formats import ScaleFormat
 from fp8refit.live.slots import Op, Slot
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fp8refit.fill.kernels.reference_table import bytes_of
+from fp8refit.kernels.reference_table import bytes_of
 from fp8refit.live.slots import FP8_DTYPE
 from fp8refit.sources.source import RandomAccess
 

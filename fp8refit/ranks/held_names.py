@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.slots import Inventory
-from fp8refit.live.tracing.reads import refusals_of
+from fp8refit.tracing.reads import refusals_of
 from fp8refit.transport.vote import Ballot
 
 

@@ -13,10 +13,10 @@ from fp8refit.live.collector import collector_paused
 from fp8refit.live.slots import TensorMeta
 from fp8refit.live.turn import IN_USE, DisplacedError
 from fp8refit.ranks.rank import Rank
-from fp8refit.remote import messages
 from fp8refit.remote.broadcast.receiver import Receiver
-from fp8refit.remote.mapped_memory import TensorMapper
-from fp8refit.remote.stream_reader import State, StreamReader
+from fp8refit.remote.host.mapped_memory import TensorMapper
+from fp8refit.remote.host.stream_reader import State, StreamReader
+from fp8refit.remote.protocol import messages
 from fp8refit.sources.checkpoints import SafetensorsSource
 from fp8refit.sources.source import PushedSource, Source
 from fp8refit.transport.memory.importer import Importer

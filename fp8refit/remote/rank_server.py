@@ -10,8 +10,8 @@ from fp8refit import __version__
 from fp8refit.errors import RankFailedError, RefitError
 from fp8refit.live.collector import collector_paused
 from fp8refit.ranks.rank import Rank
-from fp8refit.remote import messages
-from fp8refit.remote.messages import Reply, Request
+from fp8refit.remote.protocol import messages
+from fp8refit.remote.protocol.messages import Reply, Request
 from fp8refit.remote.rank_orders import RankOrders
 from fp8refit.transport.vote import ErrorRecord
 

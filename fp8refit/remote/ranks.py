@@ -9,11 +9,11 @@ from fp8refit.config import Job
 from fp8refit.errors import RankFailedError, RefitError, UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout
 from fp8refit.ranks.ranks import Ranks
-from fp8refit.remote import messages
 from fp8refit.remote.broadcast.broadcast import Broadcast
 from fp8refit.remote.broadcast.peer import BroadcastPeer
-from fp8refit.remote.channel import Channel, RankClient
-from fp8refit.remote.host_route import HostRoute, Offered
+from fp8refit.remote.host.host_route import HostRoute, Offered
+from fp8refit.remote.protocol import messages
+from fp8refit.remote.protocol.channel import Channel, RankClient
 from fp8refit.report import KvReport, RankReport
 from fp8refit.sources.source import Source
 from fp8refit.transport.error_capture import ErrorCapture

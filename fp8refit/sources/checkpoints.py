@@ -11,7 +11,7 @@ from fp8refit.errors import InvalidSourceError
 from fp8refit.live.names import strip_wrappers
 from fp8refit.live.slots import TensorMeta
 from fp8refit.sources.files import SafetensorsFile, StoredTensor, Threads
-from fp8refit.sources.stamps import FilesRead, FileStamp
+from fp8refit.transport.stamps import FilesRead, FileStamp
 
 
 class SafetensorsSource:

@@ -23,30 +23,8 @@ from pydantic_core import from_json
 from torch import Tensor
 
 from fp8refit.errors import InvalidSourceError
-from fp8refit.sources.stamps import FileStamp, boot_id
-
-SAFETENSORS_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
-"""Every dtype of the format whose elements are whole bytes."""
+from fp8refit.transport.dtypes import SAFETENSORS_DTYPES
+from fp8refit.transport.stamps import FileStamp, boot_id
 
 _MAX_HEADER_BYTES = 100_000_000
 """The format's limit."""

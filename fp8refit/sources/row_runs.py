@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
-from fp8refit.fill.kernels.products import LowRank
+from fp8refit.kernels.products import LowRank
 from fp8refit.live.slots import TensorMeta
 from fp8refit.sources.pairs import check_readable
 from fp8refit.sources.source import Source

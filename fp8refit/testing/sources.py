@@ -8,7 +8,7 @@ from unittest import SkipTest
 import torch
 
 from fp8refit.errors import RefitError
-from fp8refit.fill.kernels import dequantize_blockwise, quantize_matrix
+from fp8refit.kernels import dequantize_blockwise, quantize_matrix
 from fp8refit.live.formats import BlockFormat
 from fp8refit.live.slots import SCALE_SUFFIX
 from fp8refit.sources.source import Manifest, StateDict

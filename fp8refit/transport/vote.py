@@ -22,7 +22,7 @@ from fp8refit.errors import (
 )
 from fp8refit.live.slots import PartlyRead
 from fp8refit.report import KvReport, RankReport
-from fp8refit.sources.stamps import FilesRead
+from fp8refit.transport.stamps import FilesRead
 
 Phase: TypeAlias = Literal["ready", "names", "prepared", "go", "written", "measured", "scaled"]
 

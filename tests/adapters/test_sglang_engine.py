@@ -440,7 +440,7 @@ def told(monkeypatch):
 
     monkeypatch.setattr(Switchboard, "_tell", note)
     for patience in ("_LINGERING_S", "_FOLLOWING_S"):  # a rank that leaves a stream early is told of it again
-        monkeypatch.setattr(f"fp8refit.remote.stream_reader.{patience}", 10.0)
+        monkeypatch.setattr(f"fp8refit.remote.host.stream_reader.{patience}", 10.0)
     return told
 
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from fp8refit.live.formats import BlockFormat
 from fp8refit.live.slots import Inventory
-from fp8refit.live.tracing.inventory import inventory_of
-from tests.live.tracing.models import FP8
-from tests.live.tracing.twins import identity_twin
+from fp8refit.tracing.inventory import inventory_of
+from tests.tracing.models import FP8
+from tests.tracing.twins import identity_twin
 
 NUM_EXPERTS, ROWS, HIDDEN = 4, 512, 256
 Runner = Enum("Runner", {name.upper(): name for name in (*ROW_MAJOR_RUNNERS, "flashinfer_trtllm", "hpc_ops")})

@@ -13,10 +13,10 @@ from torch import nn
 
 from fp8refit.live.formats import BlockFormat
 from fp8refit.live.slots import Inventory, Refusal
-from fp8refit.live.tracing.inventory import inventory_of
-from fp8refit.live.tracing.twin import Twin
-from tests.live.tracing.models import FP8, HIDDEN, BlockLinear, model_of
-from tests.live.tracing.twins import identity_twin
+from fp8refit.tracing.inventory import inventory_of
+from fp8refit.tracing.twin import Twin
+from tests.tracing.models import FP8, HIDDEN, BlockLinear, model_of
+from tests.tracing.twins import identity_twin
 
 
 def triton_w8a8_block_fp8_linear(): ...

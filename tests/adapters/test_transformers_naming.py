@@ -8,7 +8,7 @@ from fp8refit_transformers.layers import Saved, save_alike
 from fp8refit_transformers.naming import namings_of
 
 from fp8refit.live.slots import TensorMeta
-from fp8refit.live.tracing.records import Copy
+from fp8refit.tracing.records import Copy
 from tests import zoo_models, zoo_vision
 from tests.zoo_models import names_in
 

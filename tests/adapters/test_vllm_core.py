@@ -14,7 +14,7 @@ from fp8refit_vllm.driver import SyncDriver
 from fp8refit_vllm.worker import EXTENSION_METHOD, PLUGIN_METHOD
 
 from fp8refit import CacheFlushError, EngineLostError
-from fp8refit.remote.messages import Do, Reply, Request
+from fp8refit.remote.protocol.messages import Do, Reply, Request
 from fp8refit.transport.vote import ErrorRecord
 
 FIRST, SECOND = (Request(id=name, order=Do(step="hello")).encode() for name in ("first", "second"))

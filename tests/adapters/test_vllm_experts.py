@@ -10,8 +10,8 @@ from torch import nn
 
 from fp8refit.live.formats import BlockFormat, ScaleFormat
 from fp8refit.live.slots import Inventory
-from fp8refit.live.tracing.inventory import inventory_of
-from tests.live.tracing.twins import identity_twin
+from fp8refit.tracing.inventory import inventory_of
+from tests.tracing.twins import identity_twin
 
 SIZE, HIDDEN = 256, 128
 SCALES = ("w13_weight_scale_inv", "w2_weight_scale_inv")

@@ -13,9 +13,9 @@ from torch import nn
 
 from fp8refit.live.formats import ScaleFormat
 from fp8refit.live.slots import Inventory, Refusal
-from fp8refit.live.tracing.inventory import inventory_of
-from tests.live.tracing.models import FP8, model_of
-from tests.live.tracing.twins import identity_twin
+from fp8refit.tracing.inventory import inventory_of
+from tests.tracing.models import FP8, model_of
+from tests.tracing.twins import identity_twin
 
 
 class TritonFp8BlockScaledMMKernel:

@@ -25,8 +25,8 @@ from fp8refit import (
     TransportError,
     UnsupportedEngineError,
 )
-from fp8refit.remote import messages
-from fp8refit.remote.messages import PROTOCOL, Do, Place, Request
+from fp8refit.remote.protocol import messages
+from fp8refit.remote.protocol.messages import PROTOCOL, Do, Place, Request
 from fp8refit.transport.collective import store
 from fp8refit.transport.collective.board import Address, Board
 from tests.adapters.fake_weight_transfer import Engine, Trainer
@@ -327,7 +327,7 @@ def test_a_rank_that_does_not_answer_loses_the_engine(engine, session, cluster):
 
 def test_an_engine_that_does_not_return_is_given_up(engine, open_session, cluster, monkeypatch):
     monkeypatch.setattr(transfer_driver, "GRACE_S", 0.2)
-    monkeypatch.setattr("fp8refit.remote.channel.GRACE_S", 0.2)
+    monkeypatch.setattr("fp8refit.remote.protocol.channel.GRACE_S", 0.2)
     may_end = threading.Event()
     session = Trainer(engine, RefitConfig(timeout_s=0.3))
     engine.before = lambda method, asked: method == "update_weights" and may_end.wait(30)

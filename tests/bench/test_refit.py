@@ -16,7 +16,7 @@ from fp8refit.bench.plots import plot_refits
 from fp8refit.bench.refit import _Bench
 from fp8refit.bench.shapes import block_fp8
 from fp8refit.cli import app
-from fp8refit.fill.kernels import quantize_blockwise
+from fp8refit.kernels import quantize_blockwise
 from fp8refit.live.formats import BlockFormat, ScaleFormat
 
 TINY = {"engine": "transformers", "model": "tiny", "rounds": 2, "warm_up": 1}

@@ -21,8 +21,8 @@ from fp8refit import (
 )
 from fp8refit.driver.engine_group import EngineGroup
 from fp8refit.live.formats import BlockFormat, ScaleFormat
-from fp8refit.remote import messages
-from fp8refit.remote.messages import Reply
+from fp8refit.remote.protocol import messages
+from fp8refit.remote.protocol.messages import Reply
 from tests.fake_ranks import (
     K_PROJ,
     Q_PROJ,

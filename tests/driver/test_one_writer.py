@@ -13,8 +13,8 @@ from fp8refit.config import Job
 from fp8refit.driver.attach import attach_engine
 from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.live.turn import DisplacedError, Turn
-from fp8refit.remote import messages
-from fp8refit.remote.messages import Reply, Request
+from fp8refit.remote.protocol import messages
+from fp8refit.remote.protocol.messages import Reply, Request
 from fp8refit.remote.rank_server import RankServer
 from fp8refit.sources.source import as_source
 from tests.fake_ranks import Client, ClientEntryPoint, Cluster, Remote, together

@@ -11,11 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8refit.fill.program
-from fp8refit.fill.kernels import triton_table
+from fp8refit.kernels import triton_table
 from fp8refit.live.slots import Op
 from fp8refit.sources.source import as_source
 from tests.fakes import FakeModel, make_policy, make_target, refit_target
-from tests.fill.kernels.tables import record_launches
+from tests.kernels.tables import record_launches
 
 ALLOCATIONS = (
     "aten.empty",

@@ -5,8 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from fp8refit import Refitter, precision
+from fp8refit import Refitter
 from fp8refit.live.slots import SCALE_SUFFIX
+from fp8refit.training import precision
 from tests.engines.subject import make_policy
 
 IDS = torch.arange(80).view(2, 40)

@@ -8,10 +8,10 @@ import torch
 import fp8refit.fill.resident
 import fp8refit.live.layout_guard
 from fp8refit.config import RefitConfig
-from fp8refit.fill.kernels.work import Action, have_layouts
 from fp8refit.fill.resident import ResidentFill
 from fp8refit.fill.staging import Staging
 from fp8refit.fill.tasks import bind, misfit_scales
+from fp8refit.kernels.work import Action, have_layouts
 from fp8refit.live.formats import BlockFormat, ScaleFormat
 from fp8refit.live.slots import Op, Slot, Stacked, TensorMeta
 from fp8refit.sources.source import MappingSource

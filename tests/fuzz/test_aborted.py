@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import fp8refit
 from fp8refit import RefitError, update
-from fp8refit.fill.kernels.reference_table import ReferenceTable
+from fp8refit.kernels.reference_table import ReferenceTable
 from tests.fakes import live_bytes, make_policy
 from tests.fuzz.engines import ROUTES, Subject, assert_holds_exactly, fake_engine  # noqa: F401
 from tests.fuzz.line_faults import lines_of, raising

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from fp8refit.bench import KernelBenchResult, RefitBenchResult, RolloutBenchResult, clock, kernel
 from fp8refit.checkpoint import CheckpointReport, PushResult, outputs, quantize, whole_folder
 from fp8refit.cli import commands as cli
-from fp8refit.fill.kernels.reference import quantize_reference
+from fp8refit.kernels.reference import quantize_reference
 from fp8refit.live.formats import BlockFormat, ScaleFormat
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.slots import SCALE_SUFFIX, dtype_name

@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fp8refit import correction
+from fp8refit.training import correction
 from tests import plain_correction as plain
 
 ANY = {"nan_ok": True, "rel": 1e-9, "abs": 1e-11}

@@ -9,11 +9,11 @@ from hypothesis import event, example, given
 from torch import Tensor
 
 from fp8refit.config import RefitConfig
-from fp8refit.fill.kernels import quantize_blockwise
+from fp8refit.kernels import quantize_blockwise
 from fp8refit.sources.source import MappingSource
-from tests.live.tracing.custom import BLOCK, Custom, Linear, plainly, target_of
-from tests.live.tracing.models import FP8
-from tests.live.tracing.tricks import (
+from tests.tracing.custom import BLOCK, Custom, Linear, plainly, target_of
+from tests.tracing.models import FP8
+from tests.tracing.tricks import (
     cast,
     in_thread,
     replace_data,

@@ -9,11 +9,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8refit import dequantize_blockwise, precision, quantize_blockwise
-from fp8refit.fill.kernels import quantize_activations
+from fp8refit import dequantize_blockwise, quantize_blockwise
+from fp8refit.kernels import quantize_activations
 from fp8refit.live.formats import BlockFormat, ScaleFormat
-from tests.precision.changes import OPTIMIZERS, WHOLE_CHANGES
-from tests.precision.models import layout_of, slot
+from fp8refit.training import precision
+from tests.training.precision.changes import OPTIMIZERS, WHOLE_CHANGES
+from tests.training.precision.models import layout_of, slot
 
 FORMATS = st.sampled_from([kind.value for kind in ScaleFormat])
 SHAPES = st.sampled_from([(128, 128), (256, 130), (3, 200), (130, 257)])

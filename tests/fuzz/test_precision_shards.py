@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.precision import ranks
-from tests.precision.changes import CHANGES, SHARDED_OPTIMIZERS
 from tests.trainer_ranks import TrainerRanks
+from tests.training.precision import ranks
+from tests.training.precision.changes import CHANGES, SHARDED_OPTIMIZERS
 
 ACTIONS = [*CHANGES, "train", "step", "step", "serve", "one rank writes", "nothing"]
 

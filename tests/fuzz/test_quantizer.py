@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8refit import NonFiniteError, quantize_blockwise
-from fp8refit.fill.kernels.triton_table import TritonTable
+from fp8refit.kernels.triton_table import TritonTable
 from fp8refit.live.formats import ScaleFormat
 from fp8refit.live.slots import SOURCE_DTYPES
-from tests.fill.kernels.interpreter import convert_float
-from tests.fill.kernels.tables import quantize_task
+from tests.kernels.interpreter import convert_float
+from tests.kernels.tables import quantize_task
 from tests.second_quantizer import quantize, quantize_tensor, round_to_bf16, to_numpy
 
 BLOCKS = [(128, 128), (64, 64), (16, 32), (1, 128), (96, 80)]

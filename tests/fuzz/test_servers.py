@@ -32,8 +32,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fp8refit.config import RefitConfig
 from fp8refit.errors import EngineBusyError, EngineLostError, RefitError
-from fp8refit.remote import messages
-from fp8refit.remote.channel import Answers, send_in_turn
+from fp8refit.remote.protocol import messages
+from fp8refit.remote.protocol.channel import Answers, send_in_turn
 from fp8refit.remote.servers import http_endpoint as door
 from fp8refit.remote.servers import order_handler, orders
 from fp8refit.remote.servers.http_client import Server

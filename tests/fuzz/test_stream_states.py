@@ -11,19 +11,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import fp8refit.remote.stream_reader as reader
-import fp8refit.remote.stream_sender as sender
+import fp8refit.remote.host.stream_reader as reader
+import fp8refit.remote.host.stream_sender as sender
 from fp8refit import EngineLostError, RankFailedError, RefitConfig
 from fp8refit.config import Job
 from fp8refit.live.slots import dtype_name
 from fp8refit.live.turn import DisplacedError
-from fp8refit.remote import messages
-from fp8refit.remote.channel import Answers, RankClient
-from fp8refit.remote.packing import Packer
+from fp8refit.remote.host.packing import Packer
+from fp8refit.remote.host.stream_reader import StreamReader
+from fp8refit.remote.host.stream_sender import StreamSender
+from fp8refit.remote.protocol import messages
+from fp8refit.remote.protocol.channel import Answers, RankClient
 from fp8refit.remote.rank_orders import RankOrders
 from fp8refit.remote.rank_server import RankServer
-from fp8refit.remote.stream_reader import StreamReader
-from fp8refit.remote.stream_sender import StreamSender
 from fp8refit.sources.source import StreamSource
 from fp8refit.transport.memory.bucket import Bucket
 from fp8refit.transport.memory.ring import Ring
@@ -45,7 +45,7 @@ STEPS = ("go on", "the rank reads", *FATAL)
 
 
 class Line:
-    """A channel to one rank. See `fp8refit.remote.channel.Channel`."""
+    """A channel to one rank. See `fp8refit.remote.protocol.channel.Channel`."""
 
     num_at_once = 1
     is_asynchronous = False

@@ -8,17 +8,17 @@ from hypothesis import assume, example, given
 from torch import Tensor, nn
 
 from fp8refit.config import RefitConfig
-from fp8refit.fill.kernels import quantize_blockwise
+from fp8refit.kernels import quantize_blockwise
 from fp8refit.live.slots import TensorMeta
-from fp8refit.live.tracing.reading import read_inventory
-from fp8refit.live.tracing.reads import partly_read, refusals_of
-from fp8refit.live.tracing.similar_layers import trace_similar
-from fp8refit.live.tracing.trace import trace_loader
-from fp8refit.live.tracing.twin import Naming, trace_twin
 from fp8refit.ranks.target import Target
 from fp8refit.sources.source import MappingSource
-from tests.live.tracing.custom import BLOCK, Linear, SmallBlocks
-from tests.live.tracing.models import FP8, model_of
+from fp8refit.tracing.reading import read_inventory
+from fp8refit.tracing.reads import partly_read, refusals_of
+from fp8refit.tracing.similar_layers import trace_similar
+from fp8refit.tracing.trace import trace_loader
+from fp8refit.tracing.twin import Naming, trace_twin
+from tests.tracing.custom import BLOCK, Linear, SmallBlocks
+from tests.tracing.models import FP8, model_of
 
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
 

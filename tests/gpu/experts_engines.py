@@ -63,7 +63,7 @@ class VllmUnderTest:
         from fp8refit_vllm.twin import twin_of
         from twin_cost import look
 
-        from fp8refit.live.tracing.inventory import inventory_of
+        from fp8refit.tracing.inventory import inventory_of
 
         worker = self.candidate.llm_engine.model_executor.driver_worker.worker
         return look(
@@ -78,7 +78,7 @@ class VllmUnderTest:
         from held_cost import look
         from vllm.config import set_current_vllm_config
 
-        from fp8refit.live.tracing.twin import EmptyOnMeta
+        from fp8refit.tracing.twin import EmptyOnMeta
 
         worker = self.candidate.llm_engine.model_executor.driver_worker.worker
         config = _apart(worker.vllm_config)

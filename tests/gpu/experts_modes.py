@@ -15,7 +15,7 @@ from measuring import log, measure_copy_gb_per_s, wait_for_gpu
 from torch import Tensor
 
 from fp8refit import Refitter
-from fp8refit.fill.kernels.reference import quantize_reference
+from fp8refit.kernels.reference import quantize_reference
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.slots import Slot
 

@@ -106,7 +106,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
     import fp8refit
     from fp8refit import Refitter
-    from fp8refit.peft import merged
+    from fp8refit.training.peft import merged
 
     shape = arguments.shape
     with tempfile.TemporaryDirectory() as folder:

@@ -39,8 +39,8 @@ from vllm import LLM, SamplingParams
 
 from fp8refit import EngineAsleepError, EngineBusyError, EngineDirtyError, NonFiniteError, Refitter
 from fp8refit.checkpoint import quantize_checkpoint
-from fp8refit.fill.kernels.reference import quantize_reference
-from fp8refit.fill.kernels.triton_table import TritonTable
+from fp8refit.kernels.reference import quantize_reference
+from fp8refit.kernels.triton_table import TritonTable
 from fp8refit.live.layout import EngineLayout
 
 

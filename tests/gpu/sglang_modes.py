@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fp8refit import EngineDirtyError, NonFiniteError, Refitter
 from fp8refit.checkpoint import quantize_checkpoint
-from fp8refit.fill.kernels.reference import quantize_reference
+from fp8refit.kernels.reference import quantize_reference
 from fp8refit.live.layout import EngineLayout
 
 NUM_WARM_UP = 6

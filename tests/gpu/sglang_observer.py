@@ -69,7 +69,7 @@ def look_at_loader(scheduler) -> dict:
     from fp8refit_sglang.twin import twin_of
     from twin_cost import look
 
-    from fp8refit.live.tracing.inventory import inventory_of
+    from fp8refit.tracing.inventory import inventory_of
 
     held = Scheduler(scheduler)
     return look(
@@ -87,7 +87,7 @@ def look_at_held(scheduler) -> dict:
     from fp8refit_sglang.twin import _built
     from held_cost import look
 
-    from fp8refit.live.tracing.twin import EmptyOnMeta
+    from fp8refit.tracing.twin import EmptyOnMeta
 
     held = Scheduler(scheduler)
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from fp8refit.fill.kernels import Maxima
+from fp8refit.kernels import Maxima
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

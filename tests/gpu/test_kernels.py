@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from fp8refit import NonFiniteError, quantize_blockwise
-from fp8refit.fill.kernels import Maxima, quantize_activations
-from fp8refit.fill.kernels.reference import dequantize_reference, quantize_reference
-from fp8refit.fill.kernels.table import compile_table
-from fp8refit.fill.kernels.work import Task
+from fp8refit.kernels import Maxima, quantize_activations
+from fp8refit.kernels.reference import dequantize_reference, quantize_reference
+from fp8refit.kernels.table import compile_table
+from fp8refit.kernels.work import Task
 from fp8refit.live.formats import BlockFormat, ScaleFormat
 from fp8refit.live.slots import Op
 
@@ -64,8 +64,8 @@ def test_native_kernel_equals_reference_in_every_block_size(block_size, scale_fo
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_kernels_run_where_their_tensors_are_whatever_device_is_current():
-    from fp8refit.fill.kernels.triton_groups import quantize_groups
-    from fp8refit.fill.kernels.triton_merge import add_product_triton
+    from fp8refit.kernels.triton_groups import quantize_groups
+    from fp8refit.kernels.triton_merge import add_product_triton
 
     there = torch.device("cuda", 1)
     x = log_uniform(256, 384, torch.bfloat16, low=-3.0, high=3.0)

@@ -15,13 +15,14 @@ import pytest
 import torch
 from torch import nn
 
-from fp8refit import dequantize_blockwise, precision, quantize_blockwise
-from fp8refit.fill.kernels import quantize_activations
+from fp8refit import dequantize_blockwise, quantize_blockwise
+from fp8refit.kernels import quantize_activations
 from fp8refit.live.formats import BlockFormat, ScaleFormat
-from fp8refit.precision.products import has_fp8_products
+from fp8refit.training import precision
+from fp8refit.training.precision.products import has_fp8_products
 from tests.gpu.scripts import RESULTS, card, run_script
-from tests.precision.changes import OPTIMIZERS, WHOLE_CHANGES
-from tests.precision.models import layout_of, slot
+from tests.training.precision.changes import OPTIMIZERS, WHOLE_CHANGES
+from tests.training.precision.models import layout_of, slot
 
 pytestmark = [
     pytest.mark.gpu,

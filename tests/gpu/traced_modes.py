@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fp8refit import Refitter
-from fp8refit.fill.kernels.reference import quantize_reference
+from fp8refit.kernels.reference import quantize_reference
 from fp8refit.live.layout import EngineLayout
 
 NUM_REFITS = 7

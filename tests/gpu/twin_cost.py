@@ -8,8 +8,8 @@ from measuring import timed
 from torch import nn
 
 from fp8refit.live.slots import Inventory, Refusal
-from fp8refit.live.tracing.twin import Twin
 from fp8refit.ranks.target import Target
+from fp8refit.tracing.twin import Twin
 
 NUM_LOOKS = 2
 

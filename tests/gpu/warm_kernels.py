@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from fp8refit.fill.kernels.work import Task
+from fp8refit.kernels.work import Task
 from fp8refit.live.formats import BlockFormat
 from fp8refit.live.slots import FP8_DTYPE, Op
 
@@ -13,7 +13,7 @@ def compile_kernels() -> float:
     """Compile them in the process that refits: an engine's process may have a cache of Triton's of its own. Returns seconds."""
     if not torch.cuda.is_available():
         return 0.0
-    from fp8refit.fill.kernels.triton_table import TritonTable
+    from fp8refit.kernels.triton_table import TritonTable
 
     device = torch.device("cuda", torch.cuda.current_device())
     source = torch.zeros(256, 256, dtype=torch.bfloat16, device=device)

@@ -12,21 +12,21 @@ from pydantic import TypeAdapter, ValidationError
 from fp8refit.bench.eager import eager_quantize
 from fp8refit.checkpoint.outputs import Output, quantization_of
 from fp8refit.fill.fitting import fit_weight
-from fp8refit.fill.kernels import compile_table, quantize_activations, quantize_matrix
-from fp8refit.fill.kernels.reference import block_scales, quantize_reference
-from fp8refit.fill.kernels.reference_table import fits_scale_format
-from fp8refit.fill.kernels.rows import rows_of_all
-from fp8refit.fill.kernels.triton_groups import quantize_groups
-from fp8refit.fill.kernels.triton_launch import _arithmetic
-from fp8refit.fill.kernels.work import Task
 from fp8refit.fill.tasks import scale_problem
+from fp8refit.kernels import compile_table, quantize_activations, quantize_matrix
+from fp8refit.kernels.reference import block_scales, quantize_reference
+from fp8refit.kernels.reference_table import fits_scale_format
+from fp8refit.kernels.rows import rows_of_all
+from fp8refit.kernels.triton_groups import quantize_groups
+from fp8refit.kernels.triton_launch import _arithmetic
+from fp8refit.kernels.work import Task
 from fp8refit.live.formats import WHOLE, AmaxOver, BlockFormat, Codes, Placement, ScaleFormat, quantization_config
 from fp8refit.live.layout import SlotLayout
 from fp8refit.live.slots import FP8_DTYPE, Op, Slot, TensorMeta
-from fp8refit.live.tracing.stored import why_not_stored
+from fp8refit.tracing.stored import why_not_stored
 from fp8refit.transport.collective.buckets import WireTensor
-from tests.live.tracing.models import BlockLinear
-from tests.live.tracing.twins import KERNEL, FakeKernelRules
+from tests.tracing.models import BlockLinear
+from tests.tracing.twins import KERNEL, FakeKernelRules
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -293,6 +293,6 @@ class _Watch:
 
 
 def _step_of(message: str) -> str:
-    from fp8refit.remote.messages import Request
+    from fp8refit.remote.protocol.messages import Request
 
     return Request.model_validate_json(message).order.step

@@ -2,7 +2,7 @@
 
 from tests.planted.fault import Fault
 
-CORRECTION = "fp8refit/correction.py"
+CORRECTION = "fp8refit/training/correction.py"
 FUZZ = "tests/fuzz/test_learn.py"
 EXAMPLE = "examples/grpo.py"
 LOOP = "tests/test_grpo.py"

@@ -69,7 +69,7 @@ FAULTS = [
     ),
     Fault(
         name="list of everything that is wrong with an order",
-        at="fp8refit/remote/messages.py::first_problem",
+        at="fp8refit/remote/protocol/messages.py::first_problem",
         before='if count > _MAX_PROBLEMS:\n    return f"{count} problems"',
         found_by="tests/fuzz/test_servers.py -k costs_little",
     ),
@@ -212,7 +212,7 @@ FAULTS = [
     ),
     Fault(
         name="a policy that cannot be described leaves the answers of ranks that read ahead to the next order",
-        at="fp8refit/remote/host_route.py::HostRoute._prepare",
+        at="fp8refit/remote/host/host_route.py::HostRoute._prepare",
         before="await reading",
         found_by="tests/remote/test_ranks.py -k leaves_no_answer",
     ),

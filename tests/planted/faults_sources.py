@@ -7,7 +7,7 @@ AFTER_GOOD = "tests/fuzz/test_sources.py::test_no_bad_tensor_passes_after_good_o
 ANNOUNCED = "tests/fuzz/test_sources.py::test_no_bad_tensor_passes_for_what_was_announced"
 FILES = "tests/fuzz/test_files.py"
 SECOND_NAME = "tests/fuzz/test_sources.py::test_the_second_name_of_a_tied_tensor_is_compared"
-TWIN = "tests/live/tracing/test_twin.py"
+TWIN = "tests/tracing/test_twin.py"
 OPENED = "tests/fuzz/test_files.py::test_an_engine_opens_what_was_judged"
 
 FAULTS = [
@@ -88,7 +88,7 @@ FAULTS = [
     ),
     Fault(
         name="a dtype that cannot be sent is met while it is sent",
-        at="fp8refit/remote/source_summary.py::summarize",
+        at="fp8refit/remote/protocol/source_summary.py::summarize",
         before="unsendable(metadata)",
         after="unsendable({})",
         found_by=AFTER_GOOD,
@@ -147,7 +147,7 @@ FAULTS = [
     ),
     Fault(
         name="files of one size and time are taken for the same",
-        at="fp8refit/sources/stamps.py::FileStamp.is_of",
+        at="fp8refit/transport/stamps.py::FileStamp.is_of",
         before='{"inode", "boot"} if self.boot != other.boot else set()',
         after='{"inode", "boot"}',
         found_by=OPENED,
@@ -224,21 +224,21 @@ FAULTS = [
     ),
     Fault(
         name="a power of two is the scale that brings the largest value to 448",
-        at="fp8refit/fill/kernels/reference.py",
+        at="fp8refit/kernels/reference.py",
         before="UE8M0_MANTISSA_464 = 0x680000",
         after="UE8M0_MANTISSA_464 = 0x600000",
         found_by="tests/fuzz/test_quantizer.py",
     ),
     Fault(
         name="a block of zeros has the scale of a checkpoint where the engine quantized itself",
-        at="fp8refit/fill/kernels/reference.py::block_scales",
+        at="fp8refit/kernels/reference.py::block_scales",
         before="amax.clamp(min=block_format.scale_format.amax_floor)",
         after="amax.clamp(min=1e-4 if block_format.scale_format is ScaleFormat.UE8M0 else 1e-10)",
         found_by="tests/fuzz/test_quantizer.py::test_the_specification_is_the_second_quantizer",
     ),
     Fault(
         name="the kernel divides block maxima where the engine multiplied them",
-        at="fp8refit/fill/kernels/triton_launch.py::_quantize_tile",
+        at="fp8refit/kernels/triton_launch.py::_quantize_tile",
         before="amax * (1 / 448)",
         after="tl.div_rn(amax, 448.0)",
         found_by="tests/fuzz/test_quantizer.py::test_the_kernel_is_the_second_quantizer",
@@ -259,21 +259,21 @@ FAULTS = [
     ),
     Fault(
         name="values are divided by their scale",
-        at="fp8refit/fill/kernels/reference.py::quantize_reference",
+        at="fp8refit/kernels/reference.py::quantize_reference",
         before="blocks * inverse",
         after="blocks / scale",
-        found_by="tests/fill/kernels/test_quantize.py -k test_kernel_equals_reference",
+        found_by="tests/kernels/test_quantize.py -k test_kernel_equals_reference",
     ),
     Fault(
         name="what a loader takes is called skipped",
-        at="fp8refit/live/tracing/twin.py::_skips",
+        at="fp8refit/tracing/twin.py::_skips",
         before="taken.isdisjoint(asked)",
         after="True",
         found_by=f"{TWIN} -k declared_beside",
     ),
     Fault(
         name="what a loader raises for is called skipped",
-        at="fp8refit/live/tracing/twin.py::_skips",
+        at="fp8refit/tracing/twin.py::_skips",
         before="return False",
         after="return True",
         found_by=f"{TWIN} -k declared_beside",

@@ -5,7 +5,7 @@ from tests.planted.fault import Fault
 ONE_WRITER = "tests/driver/test_one_writer.py"
 WRITERS = "tests/fuzz/test_writers.py"
 ABORTED = "tests/fuzz/test_aborted.py"
-TABLES = "tests/fill/kernels/test_table.py"
+TABLES = "tests/kernels/test_table.py"
 
 FAULTS = [
     Fault(
@@ -100,14 +100,14 @@ FAULTS = [
     ),
     Fault(
         name="flags of an interrupted launch",
-        at="fp8refit/fill/kernels/triton_table.py::TritonTable.run",
+        at="fp8refit/kernels/triton_table.py::TritonTable.run",
         before="self._has_run |= bool(launches)\nwith on_device(self._device):\n    ...",
         after="with on_device(self._device):\n    ...\nself._has_run |= bool(launches)",
         found_by=f"{TABLES}::test_flags_of_a_launch_that_was_interrupted_are_dropped",
     ),
     Fault(
         name="a table that is taken to point where it does not",
-        at="fp8refit/fill/kernels/triton_table.py::TritonTable._point",
+        at="fp8refit/kernels/triton_table.py::TritonTable._point",
         before="self._pointed_at[first : first + len(addresses)] = _NOWHERE",
         found_by=f"{TABLES}::test_a_table_that_was_interrupted_while_it_was_pointed_elsewhere_is_pointed_again",
     ),

@@ -20,8 +20,8 @@ from fp8refit import (
     TransportError,
 )
 from fp8refit.config import Job
-from fp8refit.remote.channel import GRACE_S, NUM_VOTES, Answers, send_in_turn
-from fp8refit.remote.messages import Do, Request
+from fp8refit.remote.protocol.channel import GRACE_S, NUM_VOTES, Answers, send_in_turn
+from fp8refit.remote.protocol.messages import Do, Request
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.sources.source import MappingSource, as_source
 from fp8refit.transport.memory.importer import Importer
@@ -164,7 +164,7 @@ def adapter(monkeypatch):
 @pytest.fixture
 def open_steady(patient, monkeypatch):
     driver, opened = FakeDriver(), []
-    monkeypatch.setattr("fp8refit.remote.host_route.Exporter", lambda: exporter_of(driver))
+    monkeypatch.setattr("fp8refit.remote.host.host_route.Exporter", lambda: exporter_of(driver))
     monkeypatch.setattr("fp8refit.remote.rank_orders.Importer", lambda device: Importer(device, driver=driver))
 
     def open_steady(transport, layout="tensor"):

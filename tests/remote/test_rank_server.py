@@ -24,8 +24,8 @@ from fp8refit.errors import (
 from fp8refit.live.fingerprint import fingerprint
 from fp8refit.live.slots import dtype_name
 from fp8refit.ranks.rank import Rank
-from fp8refit.remote import messages
-from fp8refit.remote.messages import Reply, Request
+from fp8refit.remote.protocol import messages
+from fp8refit.remote.protocol.messages import Reply, Request
 from fp8refit.remote.rank_server import RankServer
 from fp8refit.sources.checkpoints import SafetensorsSource
 from fp8refit.transport.memory.bucket import Bucket

@@ -29,9 +29,9 @@ from fp8refit.fill.staging import Staging
 from fp8refit.live.formats import ScaleFormat
 from fp8refit.live.slots import Refusal
 from fp8refit.ranks.live_model import LiveModel
-from fp8refit.remote.channel import GRACE_S, NUM_VOTES
-from fp8refit.remote.host_route import HostRoute
-from fp8refit.remote.messages import Packed, RefitStep
+from fp8refit.remote.host.host_route import HostRoute
+from fp8refit.remote.protocol.channel import GRACE_S, NUM_VOTES
+from fp8refit.remote.protocol.messages import Packed, RefitStep
 from fp8refit.sources.source import as_source
 from fp8refit.transport.memory.bucket import Bucket
 from fp8refit.transport.memory.importer import Importer
@@ -92,7 +92,7 @@ def remote(cluster):
 def driver(monkeypatch) -> FakeDriver:
     """GPU memory for tensors that go by handle, as of another process."""
     driver = FakeDriver()
-    monkeypatch.setattr("fp8refit.remote.host_route.Exporter", lambda: exporter_of(driver))
+    monkeypatch.setattr("fp8refit.remote.host.host_route.Exporter", lambda: exporter_of(driver))
     monkeypatch.setattr("fp8refit.remote.rank_orders.Importer", lambda device: Importer(device, driver=driver))
     return driver
 
@@ -890,7 +890,7 @@ def test_a_policy_larger_than_the_bucket_comes_in_parts(monkeypatch, told):
         made.append(Bucket(1 << 17))
         return made[-1]
 
-    monkeypatch.setattr("fp8refit.remote.host_route._make_bucket", make_small)
+    monkeypatch.setattr("fp8refit.remote.host.host_route._make_bucket", make_small)
     cluster = Cluster()
     remote = refitted(cluster)
     policy = cluster.make_policy(1)

@@ -7,8 +7,8 @@ import torch
 
 from fp8refit.config import RefitConfig
 from fp8refit.fill.direct import DirectFill
-from fp8refit.fill.kernels.reference_table import ReferenceTable
-from fp8refit.remote.packing import Packer
+from fp8refit.kernels.reference_table import ReferenceTable
+from fp8refit.remote.host.packing import Packer
 from fp8refit.sources.row_runs import Piece
 from fp8refit.sources.source import PushedSource
 from fp8refit.sources.work_stream import WorkStream
@@ -99,8 +99,8 @@ class FakeBucket:
 
 def test_ranks_are_told_of_a_set_when_the_copies_of_all_streams_are_done(streams, monkeypatch):
     """As of a generator that yields inside `with torch.cuda.stream(...)`, and ends outside."""
-    monkeypatch.setattr("fp8refit.remote.messages.Packed.encode", lambda packed: "told")
-    monkeypatch.setattr("fp8refit.remote.messages.Packed.__init__", lambda packed, **_: None)
+    monkeypatch.setattr("fp8refit.remote.protocol.messages.Packed.encode", lambda packed: "told")
+    monkeypatch.setattr("fp8refit.remote.protocol.messages.Packed.__init__", lambda packed, **_: None)
     packer = Packer(lambda device, num_bytes: FakeBucket(streams))
 
     def tensors():

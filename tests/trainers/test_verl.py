@@ -1,11 +1,11 @@
-"""`fp8refit.correction` against verl's own functions, where the definitions agree, and that they differ where it says so."""
+"""`fp8refit.training.correction` against verl's own functions, where the definitions agree, and that they differ where it says so."""
 
 import math
 
 import pytest
 import torch
 
-from fp8refit import correction
+from fp8refit.training import correction
 from tests.plain_correction import batch, noisy
 
 verl = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper", reason="`nox -s tests_verl` has verl")

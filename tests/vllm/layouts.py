@@ -21,8 +21,8 @@ from subject import NOISE, Subject, booted_as
 
 from fp8refit import Refitter
 from fp8refit.checkpoint import quantize_checkpoint
-from fp8refit.remote import channel
-from fp8refit.remote.messages import Reply, Request
+from fp8refit.remote.protocol import channel
+from fp8refit.remote.protocol.messages import Reply, Request
 from tests.engines.attempts import ATTEMPTS, try_policies, try_sources
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8refit.live.slots import Observe, Refusal
-from fp8refit.live.tracing.rules import Why
 from fp8refit.ranks.kv.attention import PackedSequences
+from fp8refit.tracing.rules import Why
 
 _GIVE_SCALES = "Give the scales instead (kv_scales=)"
 

@@ -20,7 +20,7 @@ from fp8refit.errors import (
     InvalidSourceError,
     UnsupportedEngineError,
 )
-from fp8refit.fill.kernels import Maxima
+from fp8refit.kernels import Maxima
 from fp8refit.live.names import kv_scale_names
 from fp8refit.live.slots import KvCache, KvScale
 from fp8refit.ranks.kv.calibration import to_float32, unfit_scales

@@ -15,13 +15,13 @@ from fp8refit.errors import InvalidSourceError, RefitError, TransportError
 from fp8refit.fill.ties import untied
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.layout_guard import LayoutGuard
-from fp8refit.remote import messages
 from fp8refit.remote.broadcast.peer import BroadcastPeer
 from fp8refit.remote.broadcast.receiver import digest_of
 from fp8refit.remote.broadcast.sections import Sections, find_sections
 from fp8refit.remote.broadcast.sender import Sender, Sending
 from fp8refit.remote.broadcast.wire_formats import Wire, choose_wire
-from fp8refit.remote.source_summary import SourceSummary, summarize
+from fp8refit.remote.protocol import messages
+from fp8refit.remote.protocol.source_summary import SourceSummary, summarize
 from fp8refit.report import RankReport
 from fp8refit.sources.source import MappingSource, RandomAccess, Source
 from fp8refit.transport.collective.communicator import Backend, Communicator

@@ -5,9 +5,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 from fp8refit.config import Job
 from fp8refit.live.layout import EngineLayout
-from fp8refit.remote import messages
-from fp8refit.remote.channel import NUM_VOTES, RankClient
-from fp8refit.remote.host_route import HostRoute
+from fp8refit.remote.host.host_route import HostRoute
+from fp8refit.remote.protocol import messages
+from fp8refit.remote.protocol.channel import NUM_VOTES, RankClient
 from fp8refit.report import RankReport
 
 

@@ -12,8 +12,8 @@ from fp8refit.errors import RankFailedError, RefitError, TransportError
 from fp8refit.fill.fills import Prepared
 from fp8refit.fill.from_buckets import ReceivedSource
 from fp8refit.ranks.rank import Rank
-from fp8refit.remote import messages
-from fp8refit.remote.channel import NUM_VOTES
+from fp8refit.remote.protocol import messages
+from fp8refit.remote.protocol.channel import NUM_VOTES
 from fp8refit.report import PhaseClock, RankReport
 from fp8refit.transport.collective.buckets import NUM_BUFFERS, BucketLayout, largest_bytes, lay_out, take_buffers
 from fp8refit.transport.collective.communicator import Communicator

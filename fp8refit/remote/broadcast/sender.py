@@ -19,15 +19,15 @@ from torch import Tensor
 
 from fp8refit.config import RefitConfig
 from fp8refit.errors import InvalidSourceError, NonFiniteError, RefitError
-from fp8refit.fill.kernels import Task, WorkTable, compile_table
-from fp8refit.fill.kernels.work import SourceLayout, source_layout
 from fp8refit.fill.tasks import scale_problem
+from fp8refit.kernels import Task, WorkTable, compile_table
+from fp8refit.kernels.work import SourceLayout, source_layout
 from fp8refit.live.formats import BlockFormat, ScaleFormat
 from fp8refit.live.layout_guard import LayoutGuard
 from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Op, dtype_name
 from fp8refit.remote.broadcast.source_reader import Arrival, Arrived, Reader
 from fp8refit.remote.broadcast.wire_formats import Wire
-from fp8refit.remote.channel import NUM_VOTES
+from fp8refit.remote.protocol.channel import NUM_VOTES
 from fp8refit.report import PhaseClock
 from fp8refit.sources.source import MappingSource, Source
 from fp8refit.transport.collective.buckets import NUM_BUFFERS, Placement, WireTensor, lay_out, take_buffers

@@ -5,7 +5,7 @@ from typing import ClassVar
 from pydantic import ValidationError
 
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit.remote.messages import Place
+from fp8refit.remote.protocol.messages import Place
 from fp8refit.remote.servers.orders import Answer, AnyOrder, Caller, Hello, Look, OrderRequest
 
 ASKING_S = 60.0

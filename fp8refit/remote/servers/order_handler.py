@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from fp8refit.errors import EngineBusyError, RankFailedError, RefitError
-from fp8refit.remote import messages
-from fp8refit.remote.channel import Answers, Channel
-from fp8refit.remote.messages import Place
+from fp8refit.remote.protocol import messages
+from fp8refit.remote.protocol.channel import Answers, Channel
+from fp8refit.remote.protocol.messages import Place
 from fp8refit.remote.servers import orders
 from fp8refit.remote.servers.control import ControlPlane
 from fp8refit.remote.servers.orders import Answer, AnyOrder, Caller, OrderRequest

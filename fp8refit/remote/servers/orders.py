@@ -21,7 +21,7 @@ from pydantic import (
 from fp8refit import __version__
 from fp8refit.config import RefitConfig, Wait
 from fp8refit.errors import RankFailedError, UnsupportedEngineError
-from fp8refit.remote.messages import Message, Place, first_problem
+from fp8refit.remote.protocol.messages import Message, Place, first_problem
 from fp8refit.transport.vote import ErrorRecord
 
 PROTOCOL: Final = 4
@@ -143,7 +143,7 @@ class Tokenize(Message):
 
 
 class Send(Message):
-    """Send one message to every rank, or two in one exchange; see `fp8refit.remote.channel.Channel.send`."""
+    """Send one message to every rank, or two in one exchange; see `fp8refit.remote.protocol.channel.Channel.send`."""
 
     step: Literal["send"] = "send"
     messages: tuple[Text, ...] = Field(min_length=1, max_length=2)
@@ -230,8 +230,8 @@ class Answer(Message):
     said: tuple[str, ...] = ()
     """The ranks' answers, in rank order."""
     is_refused: bool = False
-    """See `fp8refit.remote.channel.Answers`."""
+    """See `fp8refit.remote.protocol.channel.Answers`."""
     flush_s: float = 0.0
-    """See `fp8refit.remote.channel.Answers`."""
+    """See `fp8refit.remote.protocol.channel.Answers`."""
     token_ids: list[list[int]] = Field(default_factory=list)
     error: ErrorRecord | None = None

@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from fp8refit.config import Job, RefitConfig
 from fp8refit.errors import InvalidSourceError, RefitError, TransportError
-from fp8refit.remote.channel import GRACE_S, Answers, Channel
-from fp8refit.remote.host_route import Offered
+from fp8refit.remote.host.host_route import Offered
+from fp8refit.remote.protocol.channel import GRACE_S, Answers, Channel
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.remote.servers.connection import Connection
 from fp8refit.remote.servers.control import ControlPlane
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class ServerDriver(ControlPlane, Channel):
-    """The control plane of `fp8refit.driver.engine.Engine`, and `fp8refit.remote.channel.Channel`, by orders to a server.
+    """The control plane of `fp8refit.driver.engine.Engine`, and `fp8refit.remote.protocol.channel.Channel`, by orders to a server.
 
     Args:
         server: The connection to it.

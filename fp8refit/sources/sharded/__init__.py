@@ -1,4 +1,4 @@
 """State dicts that are spread over a trainer's ranks: FSDP, HSDP, Megatron.
 
-The ranks agree through `fp8refit.transport`. `fp8refit.megatron` names what they hold.
+The ranks agree through `fp8refit.transport`. `fp8refit.training.megatron` names what they hold.
 """

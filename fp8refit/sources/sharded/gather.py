@@ -64,11 +64,11 @@ def gathered(
             refuses a tensor, all stop after some more tensors. If an iterator raises on one rank alone, operations of
             `group` in which the others wait for it end after `timeout_s`, and all ranks raise: `group` carries no votes.
         group: All ranks that take part. By default, those of the shards' mesh.
-        rename: Turns them into checkpoint tensors; see `Renamer` and `fp8refit.megatron.MegatronNames`.
+        rename: Turns them into checkpoint tensors; see `Renamer` and `fp8refit.training.megatron.MegatronNames`.
         is_apart: Set this if ranks hold different tensors, like pipeline stages or ranks with different experts. The
             policy is then the union. Names, shapes and placements are compared before the first gather. Ranks get what
             they lack from the first rank that has it. `group` must contain all of these ranks, and a name must mean the
-            same on every rank; see `fp8refit.megatron.global_names`.
+            same on every rank; see `fp8refit.training.megatron.global_names`.
         bucket_bytes: Size of one bucket; a reader may ask for less. One half is gathered while the other is read. A
             larger tensor comes in blocks of rows. A rank needs about two buckets of memory, plus what the reader keeps.
         timeout_s: Seconds to wait for the other ranks at each step, at most one day.

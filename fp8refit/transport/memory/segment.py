@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8refit.errors import TransportError
 from fp8refit.live.slots import TensorMeta, dtype_name
-from fp8refit.sources.files import SAFETENSORS_DTYPES
+from fp8refit.transport.dtypes import SAFETENSORS_DTYPES
 from fp8refit.transport.memory.process import Process
 
 _INDEX_LIMIT = 1 << 63

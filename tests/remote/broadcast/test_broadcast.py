@@ -18,11 +18,11 @@ from fp8refit import (
     TransportError,
 )
 from fp8refit.live.formats import ScaleFormat
-from fp8refit.remote import messages
 from fp8refit.remote.broadcast import broadcast as broadcast_module
 from fp8refit.remote.broadcast import receiver as receiver_module
 from fp8refit.remote.broadcast import sender as sender_module
-from fp8refit.remote.messages import Reply
+from fp8refit.remote.protocol import messages
+from fp8refit.remote.protocol.messages import Reply
 from fp8refit.remote.ranks import RemoteRanks
 from tests.fake_ranks import (
     EXPERTS,

@@ -9,7 +9,7 @@ import torch
 import fp8refit.remote.broadcast.sender
 from fp8refit.config import RefitConfig
 from fp8refit.errors import NonFiniteError
-from fp8refit.fill.kernels import triton_table
+from fp8refit.kernels import triton_table
 from fp8refit.live.layout_guard import LayoutGuard
 from fp8refit.live.slots import TensorMeta
 from fp8refit.remote.broadcast.sections import find_sections
@@ -22,7 +22,7 @@ from fp8refit.transport.collective.links import Transfer
 from tests.driver.test_steady_state import ALLOCATIONS, Operations
 from tests.fake_ranks import Cluster, stack_experts
 from tests.fakes import FakeModel, make_policy, make_target
-from tests.fill.kernels.tables import record_launches
+from tests.kernels.tables import record_launches
 
 CPU = torch.device("cpu")
 

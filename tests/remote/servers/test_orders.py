@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from fp8refit.config import LONGEST_WAIT_S, Job, KvOrder, RefitConfig
 from fp8refit.errors import RankFailedError
 from fp8refit.live.formats import BlockFormat
-from fp8refit.remote import messages
-from fp8refit.remote.messages import first_problem
+from fp8refit.remote.protocol import messages
+from fp8refit.remote.protocol.messages import first_problem
 from fp8refit.remote.servers import orders
 from fp8refit.remote.servers.orders import Caller, OrderRequest
 from fp8refit.transport.collective.buckets import Cut, WireTensor

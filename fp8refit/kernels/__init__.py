@@ -1,0 +1,152 @@
+"""Plain functions over the kernels. Nothing outside this package uses Triton; CPU tensors take the torch reference."""
+
+import torch
+from torch import Tensor
+
+from fp8refit.errors import NonFiniteError
+from fp8refit.kernels.activations import quantize_activations
+from fp8refit.kernels.amax import Maxima
+from fp8refit.kernels.reference import dequantize_reference
+from fp8refit.kernels.reference_table import fits_scale_format
+from fp8refit.kernels.table import compile_table, join_tables
+from fp8refit.kernels.work import Action, Task, WorkTable
+from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.slots import FP8_DTYPE, SOURCE_DTYPES, Op
+from fp8refit.live.storage import why_unreadable
+
+__all__ = [
+    "Action",
+    "Maxima",
+    "Task",
+    "WorkTable",
+    "compile_table",
+    "dequantize_blockwise",
+    "fits_scale_format",
+    "join_tables",
+    "quantize_activations",
+    "quantize_blockwise",
+    "quantize_matrix",
+]
+
+
+def quantize_blockwise(
+    weight: Tensor,
+    *,
+    block_size: tuple[int, int] = (128, 128),
+    scale_format: str = "fp32",
+) -> tuple[Tensor, Tensor]:
+    """Quantize a matrix to block FP8 with the arithmetic that `refit` uses.
+
+    For each block (blocks at the edges may be smaller): `amax = max(|x|)`; scale `s = amax / 448` for `fp32`, or the
+    smallest power of two with `amax / s <= 464` for `ue8m0` (464 is the largest value that rounds to 448, so that vLLM's own
+    requantization at boot changes nothing); code `e4m3(clamp(x * (1 / s), -448, 448))`, rounded to nearest even. A block of
+    zeros gets zero codes and a small positive scale: `amax` is at least 1e-10 for `fp32`, and 1e-4 otherwise. CPU and GPU
+    give the same bits. vLLM's own quantizer (`fp8_per_block`) computes `amax / 448` on a CPU (`fp32_floored`), and
+    `amax * (1 / 448)` on a GPU (`fp32_reciprocal`).
+
+    Args:
+        weight: (N, K), bfloat16, float16 or float32, any strides, CPU or CUDA. float32 is quantized as it is.
+        block_size: Rows and columns of one block.
+        scale_format: `"fp32"`, `"ue8m0"`, `"fp32_floored"` or `"fp32_reciprocal"`.
+
+    Returns:
+        Codes (N, K) float8_e4m3fn and scales (ceil(N / block_n), ceil(K / block_k)) float32, the multipliers that
+        dequantize (`weight_scale_inv` in a checkpoint).
+
+    Raises:
+        TypeError: `weight` is not a tensor.
+        ValueError: Wrong shape, dtype, block size or format, or a tensor without bytes.
+        NonFiniteError: `weight` holds NaN or Inf.
+
+    Examples:
+        >>> codes, scale = quantize_blockwise(torch.full((128, 256), 896.0))
+        >>> scale
+        tensor([[2., 2.]])
+    """
+    if scale_format not in list(ScaleFormat):
+        raise ValueError(f"scale_format is {scale_format!r}; use one of {', '.join(map(repr, map(str, ScaleFormat)))}")
+    return quantize_matrix(weight, BlockFormat(scale_format=ScaleFormat(scale_format), block_size=block_size))
+
+
+def quantize_matrix(weight: Tensor, block_format: BlockFormat) -> tuple[Tensor, Tensor]:
+    """Quantize a matrix to any format; see `quantize_blockwise`."""
+    _check_matrix("weight", weight)
+    if problem := why_unreadable(weight):
+        raise ValueError(f"weight {problem}")
+    if weight.dtype not in SOURCE_DTYPES:
+        raise ValueError(
+            f"weight is {weight.dtype} with shape {list(weight.shape)}; "
+            "quantize_blockwise takes a matrix of bfloat16, float16 or float32"
+        )
+    codes = torch.empty(weight.shape, dtype=block_format.codes.dtype, device=weight.device)
+    scale_shape = block_format.scale_shape(weight.shape)
+    scale = torch.empty(scale_shape, dtype=block_format.scale_format.dtype, device=weight.device)
+    task = Task(
+        op=Op.QUANTIZE,
+        source=weight.detach(),
+        offset=(0, 0),
+        target=codes,
+        scale=scale,
+        format=block_format,
+        round_to_bf16=False,
+    )
+    table = compile_table([task], weight.device)
+    table.launch(check=True)
+    if table.bad_tasks():
+        raise NonFiniteError(["weight"], written=False)
+    return codes, scale
+
+
+def dequantize_blockwise(
+    codes: Tensor,
+    scale: Tensor,
+    *,
+    block_size: tuple[int, int] = (128, 128),
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Undo `quantize_blockwise`: `codes * scale`, computed in float32 and rounded once to `dtype`.
+
+    Args:
+        codes: (N, K) float8_e4m3fn.
+        scale: (ceil(N / block_n), ceil(K / block_k)) float32.
+        block_size: Rows and columns of one block.
+        dtype: dtype of the result.
+
+    Returns:
+        (N, K) in `dtype`.
+
+    Raises:
+        TypeError: `codes` or `scale` is not a tensor, or `dtype` is not a dtype.
+        ValueError: Shapes do not match, dtypes or block size are wrong, devices differ, or a tensor has no bytes.
+    """
+    _check_matrix("codes", codes)
+    _check_matrix("scale", scale)
+    if codes.dtype != FP8_DTYPE or scale.dtype != torch.float32 or codes.device != scale.device:
+        raise ValueError(
+            f"codes are {codes.dtype} on {codes.device}, scales {scale.dtype} on {scale.device}; they must be {FP8_DTYPE} and "
+            "torch.float32, on one device"
+        )
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {dtype!r}; pass a torch.dtype, such as torch.bfloat16")
+    expected = BlockFormat(block_size=block_size).scale_shape(codes.shape)
+    if tuple(scale.shape) != expected:
+        raise ValueError(
+            f"codes {list(codes.shape)} in blocks of {block_size} need scales {list(expected)}, got {list(scale.shape)}"
+        )
+    return dequantize_reference(codes, scale, block_size).to(dtype)
+
+
+def _check_matrix(name: str, value: object) -> None:
+    """Check that a value is a readable matrix.
+
+    Raises:
+        TypeError: It is not a tensor.
+        ValueError: It is not a matrix, or has no bytes.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is of type {type(value).__name__}; pass a tensor")
+    if value.is_nested or value.layout is not torch.strided or value.is_meta:
+        kind = "a nested tensor" if value.is_nested else "on the meta device" if value.is_meta else str(value.layout)
+        raise ValueError(f"{name} is {kind}; pass a dense matrix that has bytes")
+    if value.ndim != 2:
+        raise ValueError(f"{name} has shape {list(value.shape)}; pass a matrix")

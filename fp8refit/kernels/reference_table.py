@@ -1,0 +1,175 @@
+"""The specification of a work table, task by task in torch. It also serves as the table on the CPU."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from fp8refit.kernels.merge import add_product
+from fp8refit.kernels.products import LowRank
+from fp8refit.kernels.reference import quantize_reference
+from fp8refit.kernels.work import Action, Task, WorkTable, assert_is_writable, is_empty
+from fp8refit.live.formats import ScaleFormat
+from fp8refit.live.layout_guard import Addresses
+from fp8refit.live.slots import Op
+
+
+class ReferenceTable(WorkTable):
+    """The specification, task by task in torch."""
+
+    num_device_bytes = 0
+
+    def __init__(
+        self, tasks: Sequence[Task], places: Sequence[int] | None = None, *, num_places: int | None = None
+    ) -> None:
+        self._places = list(range(len(tasks)) if places is None else places)
+        self._num_places = max(self._places, default=-1) + 1 if num_places is None else num_places
+        self._sources: list[Tensor | None] = [None] * self._num_places
+        self._products: list[LowRank | None] = [None] * self._num_places
+        for task, place in zip(tasks, self._places, strict=True):
+            assert_is_writable(task)
+            self._sources[place] = task.source
+            self._products[place] = task.product
+        self._tasks = [replace(task, source=torch.empty(0, device="cpu"), product=None) for task in tasks]
+        self._bad: set[int] = set()
+        self._differing: set[int] = set()
+
+    @classmethod
+    def joined(cls, tables: Sequence[WorkTable]) -> "ReferenceTable":
+        """Join tables of one device into one with the places of all, in order."""
+        whole = cls([])
+        for table in tables:
+            assert isinstance(table, ReferenceTable), "all on one device"
+            whole._places += [whole._num_places + place for place in table._places]
+            whole._num_places += table._num_places
+            whole._tasks += table._tasks
+        whole.release()
+        return whole
+
+    @override
+    def refresh(self, sources: Sequence[Tensor], addresses: Addresses | None = None) -> bool:
+        self.forget_flags()
+        self._sources = list(sources)
+        return True
+
+    @torch.inference_mode()
+    @override
+    def launch(self, *, check: bool, action: Action = Action.WRITE, begun: torch.cuda.Event | None = None) -> None:
+        for place, indexes in self._tasks_at.items():
+            source = self._sources[place]
+            assert source is not None, "refreshed"
+            self._run_all(indexes, _merge(source, self._products[place]), check=check, action=action)
+
+    @torch.inference_mode()
+    @override
+    def run(
+        self,
+        first: int,
+        sources: Sequence[Tensor],
+        addresses: Addresses | None = None,
+        *,
+        products: Sequence[LowRank | None] = (),
+        check: bool,
+        action: Action = Action.WRITE,
+    ) -> bool:
+        for number, source in enumerate(sources):
+            indexes = self._tasks_at.get(first + number)
+            if indexes:
+                product = products[number] if products else None
+                self._run_all(indexes, _merge(source, product), check=check, action=action)
+        return True
+
+    @cached_property
+    def _tasks_at(self) -> dict[int, list[int]]:
+        """The tasks of each place."""
+        found: dict[int, list[int]] = {}
+        for index, place in enumerate(self._places):
+            found.setdefault(place, []).append(index)
+        return found
+
+    def _run_all(self, indexes: Sequence[int], source: Tensor, *, check: bool, action: Action) -> None:
+        """Run the tasks of one source."""
+        for index in indexes:
+            task = self._tasks[index]
+            if is_empty(task):
+                continue
+            written = task if action is Action.WRITE else _with_own_targets(task)
+            is_bad = _run_reference(written, written.box(source.detach()))
+            if is_bad and (check or task.op is Op.COPY_SCALES):
+                self._bad.add(index)
+            if action is Action.COMPARE and not _have_same_bytes(written, task):
+                self._differing.add(index)
+
+    @override
+    def forget_flags(self) -> None:
+        self._bad, self._differing = set(), set()
+
+    @override
+    def bad_tasks(self) -> list[int]:
+        bad, self._bad = sorted(self._bad), set()
+        return bad
+
+    @override
+    def differing_tasks(self) -> list[int]:
+        differing, self._differing = sorted(self._differing), set()
+        return differing
+
+    @override
+    def release(self) -> None:
+        self._sources = [None] * self._num_places
+        self._products = [None] * self._num_places
+
+
+def _merge(source: Tensor, product: LowRank | None) -> Tensor:
+    """Return a source with its product added."""
+    if product is None:
+        return source
+    return add_product(source.detach(), product.up, product.down, product.scale, out=torch.empty_like(source))
+
+
+def _with_own_targets(task: Task) -> Task:
+    """Return the task with new targets, so that the live ones stay as they are."""
+    scale = torch.empty_like(task.scale) if task.scale is not None else None
+    return replace(task, target=torch.empty_like(task.target), scale=scale)
+
+
+def _have_same_bytes(one: Task, other: Task) -> bool:
+    pairs = [(one.target, other.target)]
+    if one.scale is not None and other.scale is not None:
+        pairs.append((one.scale, other.scale))
+    return all(torch.equal(bytes_of(left), bytes_of(right)) for left, right in pairs)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor of any strides, in order, (num_bytes,) uint8."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _run_reference(task: Task, source: Tensor) -> bool:
+    """Run one task; returns whether its source is bad."""
+    if task.op is Op.QUANTIZE:
+        assert task.scale is not None and task.format is not None, f"{task=}"
+        if source.dtype is torch.float32 and task.round_to_bf16:
+            source = source.to(torch.bfloat16)
+        codes, scale, is_bad = quantize_reference(source, task.format)
+        task.target.view(torch.uint8).copy_(codes.view(torch.uint8))
+        task.scale.copy_(scale)
+        return bool(is_bad)
+    if task.op is Op.COPY_CODES:
+        task.target.view(torch.uint8).copy_(source.view(torch.uint8))
+        return bool((source.view(torch.uint8) & 0x7F == 0x7F).any())
+    values = source.to(task.target.dtype)
+    task.target.copy_(values)
+    if task.op is Op.COPY_SCALES and task.format is not None:
+        return bool(~fits_scale_format(values, task.format.scale_format).all())
+    return bool(~torch.isfinite(values).all())
+
+
+def fits_scale_format(scale: Tensor, scale_format: ScaleFormat) -> Tensor:
+    """Elementwise: whether float32 `scale` is finite, positive and, for `ue8m0`, a power of two."""
+    bits = scale.contiguous().view(torch.int32)
+    fits = (bits > 0) & (bits < 0x7F800000)
+    return fits & (bits & 0x7FFFFF == 0) if scale_format.has_powers_of_two else fits

@@ -1,0 +1,332 @@
+"""The kernels that walk a table, and how they are launched."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from enum import IntEnum
+from functools import cache
+from typing import Any, assert_never
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8refit.kernels.rows import COPY_TILE, NUM_FIELDS, Kind
+from fp8refit.kernels.triton_products import TRITON_DTYPES, constants_of, product_of_block
+from fp8refit.kernels.work import Action
+from fp8refit.live.formats import AmaxOver, BlockFormat, Codes, ScaleFormat
+from fp8refit.live.slots import Op
+
+_QUANTIZE_WARPS = 4
+_BLOCKS_PER_PROGRAM = {2: 2}
+"""Blocks per program, by bytes of a source element; 1 if it is wider. The second is loaded while the first is computed."""
+_MERGE_WARPS = 8
+_BLOCKS_PER_MERGE = 2
+"""Blocks per program if it adds a product first."""
+_COPY_WARPS = 4
+_TRITON_DTYPES = TRITON_DTYPES | {
+    torch.float64: tl.float64,
+    torch.float8_e4m3fn: tl.uint8,
+}
+
+
+class Check(IntEnum):
+    """What a copy flags."""
+
+    FINITE = 0
+    CODES = 1
+    SCALES = 2
+    POWERS_OF_TWO = 3
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a device the current one, on which Triton launches."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+class Launch:
+    """A kernel with its constants.
+
+    After the first launch, the compiled kernel is launched directly, in a tenth of the host time of Triton's dispatch. So
+    all launches use what was compiled for the first arguments: no number may be specialized, and all pointers need the same
+    alignment.
+
+    Args:
+        kernel: The kernel, whose last parameters are constants.
+        constants: Their values.
+        tiles_per_program: How many tiles of a table one program takes.
+        options: Options for Triton's compiler.
+    """
+
+    def __init__(self, kernel: Any, constants: Mapping[str, Any], tiles_per_program: int = 1, **options: int) -> None:
+        self._kernel, self._options, self._tiles_per_program = kernel, options, tiles_per_program
+        self._constants = tuple(constants[name] for name in kernel.arg_names[-len(constants) :])
+
+    def launch(self, grid: tuple[int, int, int], *arguments: Any) -> None:
+        """Launch on the current stream of the current device, which must hold the arguments."""
+        compiled = self._kernel[grid](*arguments, *self._constants, **self._options)
+        if compiled is not None:
+            self._kernel, self._options = compiled, {}
+
+    def launch_tiles(self, arrays: tuple[Tensor, ...], shift: int, first_tile: int, num_tiles: int) -> None:
+        """Launch some tiles of a table, as `launch` does.
+
+        The arrays are the matrix, the row of each tile, both flags, and the products.
+        """
+        self.launch((-(-num_tiles // self._tiles_per_program), 1, 1), *arrays, shift, first_tile, num_tiles)
+
+
+@cache
+def launch_of(kind: Kind, device: torch.device, *, check: bool, action: Action) -> Launch:
+    """Return the launch of a kind. Each device has its own, because a compiled kernel is loaded on one device."""
+    common = {
+        "SOURCE": _TRITON_DTYPES[kind.source_dtype],
+        "TARGET": _TRITON_DTYPES[kind.target_dtype],
+        "NUM_FIELDS": NUM_FIELDS,
+        "IS_ALIGNED": kind.is_aligned,
+        "CHECK": check,
+        "WRITE": action is Action.WRITE,
+        "COMPARE": action is Action.COMPARE,
+    }
+    if kind.op is Op.QUANTIZE:
+        assert kind.format is not None, f"{kind=}"
+        block_n, block_k = kind.format.block_size
+        merges = kind.product is not None
+        num_blocks = _BLOCKS_PER_MERGE if merges else _BLOCKS_PER_PROGRAM.get(kind.source_dtype.itemsize, 1)
+        constants = (
+            common
+            | constants_of(kind.product)
+            | {
+                "NUM_BLOCKS": num_blocks,
+                "BLOCK_N": block_n,
+                "BLOCK_K": block_k,
+                "TILE_N": triton.next_power_of_2(block_n),
+                "TILE_K": triton.next_power_of_2(block_k),
+                **_arithmetic(kind.format),
+                "ROUND_TO_BF16": kind.round_to_bf16,
+                "SATURATES": isinstance(_quantize_tiles, triton.JITFunction),
+            }
+        )
+        if merges:
+            return Launch(_quantize_tiles, constants, num_blocks, num_warps=_MERGE_WARPS, num_stages=1)
+        return Launch(_quantize_tiles, constants, num_blocks, num_warps=_QUANTIZE_WARPS)
+    rule = Check.CODES if kind.op is Op.COPY_CODES else Check.FINITE
+    if kind.op is Op.COPY_SCALES and kind.format is not None:
+        rule = Check.POWERS_OF_TWO if kind.format.scale_format.has_powers_of_two else Check.SCALES
+    constants = common | {"TILE": COPY_TILE, "RULE": int(rule)}
+    return Launch(_copy_tiles, constants, num_warps=_COPY_WARPS)
+
+
+def _arithmetic(block_format: BlockFormat) -> dict[str, Any]:
+    """The constants by which `_quantize_tiles` computes scales, each from one block of a slice, and codes."""
+    match block_format.codes:
+        case Codes.E4M3:
+            pass
+        case _:
+            assert_never(block_format.codes)
+    match block_format.amax_over:
+        case AmaxOver.OWN_SLICE:
+            pass
+        case _:
+            assert_never(block_format.amax_over)
+    match block_format.scale_format:
+        case ScaleFormat.FP32 | ScaleFormat.FP32_FLOORED:
+            rule = {"IS_UE8M0": False, "IS_RECIPROCAL": False}
+        case ScaleFormat.FP32_RECIPROCAL:
+            rule = {"IS_UE8M0": False, "IS_RECIPROCAL": True}
+        case ScaleFormat.UE8M0:
+            rule = {"IS_UE8M0": True, "IS_RECIPROCAL": False}
+        case _:
+            assert_never(block_format.scale_format)
+    return {**rule, "AMAX_FLOOR": block_format.scale_format.amax_floor}
+
+
+@triton.jit
+def _magnitude_bits(x):
+    """float32 bits of |x|, which sort like the magnitudes, with Inf and NaN above every finite value."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _amax_bits(x):
+    """`_magnitude_bits` of a block's largest magnitude. 16-bit values are compared in 16 bits: half the registers."""
+    if x.dtype.primitive_bitwidth == 16:
+        largest = tl.max(tl.max(x.to(tl.int16, bitcast=True) & 0x7FFF, axis=1), axis=0).to(tl.int16)
+        return _magnitude_bits(largest.to(x.dtype, bitcast=True))
+    return tl.max(tl.max(_magnitude_bits(x), axis=1), axis=0)
+
+
+@triton.jit(do_not_specialize=["shift", "first_tile", "num_tiles"])
+def _quantize_tiles(
+    matrix, tile_rows, status, differs, products, shift: tl.int64, first_tile, num_tiles, NUM_BLOCKS: tl.constexpr,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    IS_UE8M0: tl.constexpr, IS_RECIPROCAL: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND_TO_BF16: tl.constexpr,
+    SATURATES: tl.constexpr, IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr, WRITE: tl.constexpr, COMPARE: tl.constexpr,
+    LOW_DTYPE: tl.constexpr, STEP: tl.constexpr, IS_ONE_STEP: tl.constexpr, IS_RANK_ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """One program quantizes `NUM_BLOCKS` blocks."""
+    first = tl.program_id(0) * NUM_BLOCKS
+    for index in tl.static_range(NUM_BLOCKS):
+        if first + index < num_tiles:
+            _quantize_tile(
+                matrix, tile_rows, status, differs, products, shift, first_tile + first + index, SOURCE, TARGET, NUM_FIELDS,
+                BLOCK_N, BLOCK_K, TILE_N, TILE_K, IS_UE8M0, IS_RECIPROCAL, AMAX_FLOOR, ROUND_TO_BF16, SATURATES, IS_ALIGNED,
+                CHECK, WRITE, COMPARE, LOW_DTYPE, STEP, IS_ONE_STEP, IS_RANK_ALIGNED,
+            )  # fmt: skip
+
+
+@triton.jit
+def _quantize_tile(
+    matrix, tile_rows, status, differs, products, shift, tile,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    IS_UE8M0: tl.constexpr, IS_RECIPROCAL: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND_TO_BF16: tl.constexpr,
+    SATURATES: tl.constexpr, IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr, WRITE: tl.constexpr, COMPARE: tl.constexpr,
+    LOW_DTYPE: tl.constexpr, STEP: tl.constexpr, IS_ONE_STEP: tl.constexpr, IS_RANK_ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Quantize one block; the arithmetic is `reference.quantize_reference`, bit for bit. If there is a `STEP` along the rank, a
+    product is added first, and the sum rounded as `triton_merge` rounds it.
+    """
+    number = tl.load(tile_rows + tile).to(tl.int64)
+    row = matrix + number * NUM_FIELDS
+    source = (tl.load(row + 0) + shift).to(tl.pointer_type(SOURCE))
+    target = tl.load(row + 1).to(tl.pointer_type(tl.float8e4nv))
+    scale = tl.load(row + 2).to(tl.pointer_type(tl.float32))
+    num_rows = tl.load(row + 3).to(tl.int32)
+    num_cols = tl.load(row + 4).to(tl.int32)
+    source_row = tl.load(row + 5)
+    source_col = tl.load(row + 6)
+    target_row = tl.load(row + 7)
+    scale_row = tl.load(row + 8)
+    local = (tile - tl.load(row + 9)).to(tl.int32)
+    tiles_per_row = tl.load(row + 10).to(tl.int32)
+    block_n, block_k = local // tiles_per_row, local % tiles_per_row
+    if IS_ALIGNED:
+        source = tl.multiple_of(source, 16)
+        target = tl.multiple_of(target, 16)
+        num_cols = tl.multiple_of(num_cols, 16)
+        source_row = tl.multiple_of(source_row, 16)
+        target_row = tl.multiple_of(target_row, 16)
+        source_col = 1
+
+    n = tl.arange(0, TILE_N)
+    k = tl.arange(0, TILE_K)
+    first_n, first_k = block_n * BLOCK_N, block_k * BLOCK_K
+    mask = (first_n + n < num_rows)[:, None] & (first_k + k < num_cols)[None, :]
+    if TILE_N != BLOCK_N:
+        mask = mask & (n < BLOCK_N)[:, None]
+    if TILE_K != BLOCK_K:
+        mask = mask & (k < BLOCK_K)[None, :]
+    source_at = source + first_n.to(tl.int64) * source_row + first_k.to(tl.int64) * source_col
+    if STEP:  # before the block is loaded, which would take up registers meanwhile
+        is_row, is_col = first_n + n < num_rows, first_k + k < num_cols
+        total, factor = product_of_block(
+            products, number, first_n + n, first_k + k, is_row, is_col, SOURCE, TILE_N, TILE_K, LOW_DTYPE, STEP, IS_ONE_STEP,
+            IS_RANK_ALIGNED,
+        )  # fmt: skip
+    x = tl.load(source_at + n[:, None] * source_row + k[None, :] * source_col, mask=mask, other=0.0)
+    if STEP:
+        x = (x.to(tl.float32) + factor * total).to(SOURCE)
+    if ROUND_TO_BF16:
+        x = x.to(tl.bfloat16)
+    amax_bits = _amax_bits(x)
+    x = x.to(tl.float32)
+    if CHECK:
+        tl.store(status + tl.load(row + 11), 1, mask=amax_bits >= 0x7F800000)
+    if WRITE or COMPARE:
+        amax = tl.maximum(amax_bits.to(tl.float32, bitcast=True), AMAX_FLOOR)
+        if IS_UE8M0:
+            bits = amax.to(tl.int32, bitcast=True)
+            exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x680000).to(tl.int32)
+            s = (exponent << 23).to(tl.float32, bitcast=True)
+        elif IS_RECIPROCAL:
+            s = amax * (1 / 448)
+        else:
+            s = tl.div_rn(amax, 448.0)
+        inverse = tl.div_rn(1.0, s)
+        code = x * inverse
+        if not SATURATES:  # a GPU's cast does: cvt.rn.satfinite.e4m3x2
+            code = tl.minimum(tl.maximum(code, -448.0), 448.0)
+        code = code.to(tl.float8e4nv)
+        target_at = target + first_n.to(tl.int64) * target_row + first_k
+        target_at += n[:, None] * target_row + k[None, :]
+        scale_at = scale + block_n * scale_row + block_k
+        if WRITE:
+            tl.store(target_at, code, mask=mask)
+            tl.store(scale_at, s)
+        if COMPARE:
+            held = tl.load(target_at.to(tl.pointer_type(tl.int8), bitcast=True), mask=mask, other=0)
+            is_other = (code.to(tl.int8, bitcast=True) != held) & mask
+            num_other = tl.sum(tl.sum(is_other.to(tl.int32), axis=1), axis=0)
+            num_other += (tl.load(scale_at).to(tl.int32, bitcast=True) != s.to(tl.int32, bitcast=True)).to(tl.int32)
+            tl.store(differs + tl.load(row + 11), 1, mask=num_other > 0)
+
+
+@triton.jit
+def _bits(x):
+    """The bits of values of any dtype."""
+    if x.dtype.primitive_bitwidth == 8:
+        bits = x.to(tl.int8, bitcast=True)
+    elif x.dtype.primitive_bitwidth == 16:
+        bits = x.to(tl.int16, bitcast=True)
+    elif x.dtype.primitive_bitwidth == 32:
+        bits = x.to(tl.int32, bitcast=True)
+    else:
+        bits = x.to(tl.int64, bitcast=True)
+    return bits
+
+
+@triton.jit(do_not_specialize=["shift", "first_tile", "num_tiles"])
+def _copy_tiles(
+    matrix, tile_rows, status, differs, products, shift: tl.int64, first_tile, num_tiles,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr,
+    TILE: tl.constexpr, RULE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr, WRITE: tl.constexpr, COMPARE: tl.constexpr,
+):  # fmt: skip
+    """One program copies one segment of one row. `RULE` is a `Check`: what to flag."""
+    tile = first_tile + tl.program_id(0)
+    row = matrix + tl.load(tile_rows + tile).to(tl.int64) * NUM_FIELDS
+    source = (tl.load(row + 0) + shift).to(tl.pointer_type(SOURCE))
+    target = tl.load(row + 1).to(tl.pointer_type(TARGET))
+    num_cols = tl.load(row + 4)
+    source_row = tl.load(row + 5)
+    source_col = tl.load(row + 6)
+    target_row = tl.load(row + 7)
+    local = (tile - tl.load(row + 9)).to(tl.int32)
+    tiles_per_row = tl.load(row + 10).to(tl.int32)
+    if IS_ALIGNED:
+        source = tl.multiple_of(source, 16)
+        target = tl.multiple_of(target, 16)
+        num_cols = tl.multiple_of(num_cols, 16)
+        source_row = tl.multiple_of(source_row, 16)
+        target_row = tl.multiple_of(target_row, 16)
+        source_col = 1
+
+    n = (local // tiles_per_row).to(tl.int64)
+    first_k = (local % tiles_per_row).to(tl.int64) * TILE
+    k = tl.arange(0, TILE)
+    mask = k < num_cols - first_k
+    x = tl.load(source + n * source_row + first_k * source_col + k * source_col, mask=mask, other=0)
+    value = x if SOURCE == TARGET else x.to(tl.float32).to(TARGET)
+    target_at = target + n * target_row + first_k + k
+    if WRITE:
+        tl.store(target_at, value, mask=mask)
+    if COMPARE:
+        is_other = _bits(tl.load(target_at, mask=mask, other=0)) != _bits(value)
+        num_other = tl.sum((is_other & mask).to(tl.int32), axis=0)
+        tl.store(differs + tl.load(row + 11), 1, mask=num_other > 0)
+    if CHECK:
+        if RULE == 0:
+            is_bad = _magnitude_bits(value) >= 0x7F800000
+        elif RULE == 1:
+            is_bad = (value & 0x7F) == 0x7F
+        else:
+            bits = value.to(tl.int32, bitcast=True)
+            is_bad = (bits <= 0) | (bits >= 0x7F800000)
+            if RULE == 3:
+                is_bad = is_bad | ((bits & 0x7FFFFF) != 0)
+        num_bad = tl.sum((is_bad & mask).to(tl.int32), axis=0)
+        tl.store(status + tl.load(row + 11), 1, mask=num_bad > 0)

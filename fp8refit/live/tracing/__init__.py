@@ -1,4 +1,0 @@
-"""Reads slots from live models of engines whose layers descend from vLLM's: fused, block-quantized, split over ranks.
-
-An adapter provides a `KernelRules` and calls `inventory.inventory_of`. This package may also import `fp8refit.fill.kernels`.
-"""

@@ -1,0 +1,175 @@
+"""How an engine stores a block-FP8 weight, and which blocks the pieces of one cover."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import assert_never
+
+from torch import Tensor, nn
+
+from fp8refit.live.formats import BlockFormat, Placement
+from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, dtype_name
+from fp8refit.tracing.boxes import Boxes, Range
+from fp8refit.tracing.records import Copy
+from fp8refit.tracing.rules import KernelRules, Why
+
+TWO_HALVES = "w13_weight"
+"""Gate and up projections of an expert layer, one above the other."""
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether `module` holds expert weights."""
+    return TWO_HALVES in module._parameters
+
+
+def why_not_stored(rules: KernelRules, prefix: str, module: nn.Module, own: Mapping[str, Tensor]) -> Why:
+    """Say why the live tensors of a module cannot be written as they are stored."""
+    if hasattr(module, "base_layer"):
+        return f"holds {', '.join(f'`{name}`' for name in own)} around a layer, for LoRA", "Boot without enable_lora"
+    if "w13_weight" in own and "base_layer" in prefix.split("."):
+        return "is a layer of experts inside a LoRA wrapper, which was never tested", "Boot without enable_lora"
+    for name, tensor in own.items():
+        if tensor.numel() == 0:
+            return f"its kernel removed `{name}`", "Boot with a kernel that keeps weights as loaded"
+    scaled = [name for name in own if name + SCALE_SUFFIX in own]
+    odd = [name for name, tensor in own.items() if not _is_known(name, tensor, scaled)]
+    if odd:
+        held = ", ".join(f"{name} ({dtype_name(own[name].dtype)})" for name in odd)
+        method = type(getattr(module, "quant_method", None)).__name__
+        return f"holds {held} under {method}, which is not block FP8", rules.other_quantization
+    if not scaled:
+        return None
+    kernel = rules.kernel_of(module)
+    if kernel.format is None:
+        held = "experts" if TWO_HALVES in own else "weights"
+        return f"its kernel {kernel.name} repacks {held}, or is not known to leave them as loaded", kernel.remedy
+    for name in scaled:
+        why = _why_not_placed(name, own[name], own[name + SCALE_SUFFIX], kernel.format)
+        if why is not None:
+            return why, kernel.remedy
+    return None
+
+
+def _is_known(name: str, tensor: Tensor, scaled: Sequence[str]) -> bool:
+    """Whether a live tensor is part of a block-FP8 weight, or has a dtype that a source may have."""
+    if name in scaled:
+        return tensor.dtype is FP8_DTYPE
+    if name.endswith(SCALE_SUFFIX):
+        return name.removesuffix(SCALE_SUFFIX) in scaled
+    return tensor.dtype in SOURCE_DTYPES and not name.endswith("weight_scale")
+
+
+def _why_not_placed(name: str, weight: Tensor, scale: Tensor, block_format: BlockFormat) -> str | None:
+    """Say why a weight and its scales are not stored as their format says."""
+    match block_format.placement:
+        case Placement.ROW_MAJOR:
+            return _why_not_row_major(name, weight, scale, block_format)
+        case _:
+            assert_never(block_format.placement)
+
+
+def _why_not_row_major(name: str, weight: Tensor, scale: Tensor, block_format: BlockFormat) -> str | None:
+    if weight.ndim not in (2, 3) or not weight.is_contiguous():
+        return f"its `{name}` is not a row-major float8_e4m3fn matrix"
+    *experts, rows, columns = weight.shape
+    halves = 2 if name == TWO_HALVES and rows // 2 % block_format.block_size[0] else 1
+    num_rows, num_columns = block_format.scale_shape((rows // halves, columns))
+    expected = [*experts, halves * num_rows, num_columns]
+    if scale.dtype is not block_format.scale_format.dtype or list(scale.shape) != expected or not scale.is_contiguous():
+        found = f"{dtype_name(scale.dtype)} {list(scale.shape)}"
+        return f"its `{name}{SCALE_SUFFIX}` is {found}, not row-major float32 {expected}"
+    return None
+
+
+def are_matrices(boxes: Boxes, ndim: int) -> bool:
+    """Whether it is a box of a matrix, or of a stack of matrices, with rows as rows and columns as columns."""
+    if len(boxes.dims) < 2:
+        return False
+    *stack, row, column = boxes.dims
+    is_stack = stack in ([], [None]) or (ndim == 3 and stack == [0])
+    if boxes.is_transposed:
+        row, column = column, row
+    return is_stack and row in (None, ndim - 2) and column in (None, ndim - 1)
+
+
+def matrices(boxes: Boxes) -> Iterator[Boxes]:
+    """Split a box of several experts' matrices into one box per expert."""
+    place = boxes.dims[0]
+    if len(boxes.read) < 3 or place is None:
+        yield boxes
+        return
+    (first, _), (first_read, count) = boxes.into[place], boxes.read[0]
+    for index in range(count):
+        into, read = list(boxes.into), list(boxes.read)
+        into[place], read[0] = (first + index, 1), (first_read + index, 1)
+        yield Boxes(into=tuple(into), read=tuple(read), dims=(None, *boxes.dims[1:]))
+
+
+def with_halves_swapped(pieces: Sequence[tuple[Copy, Boxes]], rows: int) -> list[tuple[Copy, Boxes]] | None:
+    """Swap the upper and lower halves of a tensor's rows; None if a piece spans both."""
+    found = []
+    for copy, boxes in pieces:
+        into = list(boxes.into)
+        start, count = into[1]
+        if start // (rows // 2) != (start + count - 1) // (rows // 2):
+            return None
+        into[1] = ((start + rows // 2) % rows, count)
+        found.append((copy, replace(boxes, into=tuple(into))))
+    return found
+
+
+def block_rows(
+    pieces: Sequence[Boxes], weight: Tensor, scale: Tensor, block_format: BlockFormat
+) -> dict[int, int] | None:
+    """Map the first row of each piece to its first row of blocks; None if a piece does not start and end on block
+    borders.
+
+    The halves of `w13_weight` have separate blocks, whatever their number of rows.
+    """
+    rows, columns = weight.shape[-2:]
+    block_n, block_k = block_format.block_size
+    parts = {boxes.into[-2] for boxes in pieces}
+    if not all(_is_on_grid(boxes.into[-1], block_k, columns) for boxes in pieces):
+        return None
+    if scale.shape[-2] != -(-rows // block_n):
+        is_half = all(start % (rows // 2) == 0 and size == rows // 2 for start, size in parts)
+        return {start: start // (rows // 2) * (scale.shape[-2] // 2) for start, _ in parts} if is_half else None
+    return (
+        {start: start // block_n for start, _ in parts} if all(_is_on_grid(p, block_n, rows) for p in parts) else None
+    )
+
+
+def _is_on_grid(part: Range, block: int, full: int) -> bool:
+    start, size = part
+    return start % block == 0 and (size % block == 0 or start + size == full)
+
+
+def blocks_of(scale: Tensor, matrix: Boxes, starts: Mapping[int, int], block_format: BlockFormat) -> Tensor:
+    """Return the scales (block rows, block columns) of one matrix or a part of it."""
+    *experts, (row, rows), (column, columns) = matrix.into
+    num_rows, num_columns = block_format.scale_shape((rows, columns))
+    blocks = (starts[row], num_rows), (column // block_format.block_size[1], num_columns)
+    return box_of(scale, (*experts, *blocks), (-2, -1))
+
+
+def box_of(tensor: Tensor, box: Sequence[Range], dims: Sequence[int | None]) -> Tensor:
+    """Return a box of a tensor, made by one view operation instead of one for each dimension.
+
+    Args:
+        tensor: Any tensor.
+        box: One range per dimension, within its size.
+        dims: For each dimension of the result, the tensor's dimension; None for a new one of size 1.
+    """
+    sizes, strides, offset = _view_of(tuple(box), tensor.shape, tensor.stride(), tuple(dims))
+    return tensor.as_strided(sizes, strides, tensor.storage_offset() + offset)
+
+
+@lru_cache(maxsize=4096)
+def _view_of(
+    box: tuple[Range, ...], shape: tuple[int, ...], strides: tuple[int, ...], dims: tuple[int | None, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Return sizes, strides and offset of a box. Cached, because layers are alike."""
+    assert all(start + length <= size for (start, length), size in zip(box, shape, strict=True)), f"{box=} {shape=}"
+    offset = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
+    sizes = tuple(1 if dim is None else box[dim][1] for dim in dims)
+    return sizes, tuple(1 if dim is None else strides[dim] for dim in dims), offset

@@ -1,0 +1,104 @@
+"""Compiles every Triton kernel for a GPU that is not there, through the functions that launch them. Prints what each takes.
+
+python compiling.py 90        # the compute capability
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from fp8refit.kernels.merge import Product
+from fp8refit.kernels.products import LowRank
+from fp8refit.kernels.triton_amax import raise_maxima_triton
+from fp8refit.kernels.triton_groups import quantize_groups
+from fp8refit.kernels.triton_merge import add_product_triton, add_products_triton
+from fp8refit.kernels.triton_table import TritonTable
+from fp8refit.kernels.work import Action, Task
+from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.slots import Op
+
+
+class Absent:
+    """What Triton asks of the driver before it launches."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self):
+        return self._target
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def main() -> None:
+    driver.set_active(Absent(int(sys.argv[1])))
+    run = JITFunction.run
+
+    def compile_only(kernel, *args, grid, warmup, **kwargs):
+        compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
+        found = {
+            "kernel": kernel.__name__,
+            "shared_bytes": compiled.metadata.shared,
+            "stack_bytes": stack_bytes(compiled.asm["cubin"]),
+            "has_code": "cubin" in compiled.asm,
+        }
+        print(json.dumps(found), flush=True)
+
+    JITFunction.run = compile_only
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        weight = torch.zeros(256, 384, dtype=dtype)
+        for rank in (8, 64):
+            up, down = torch.zeros(256, rank, dtype=dtype), torch.zeros(rank, 384, dtype=dtype)
+            add_product_triton(weight, up, down, 0.5, out=weight)
+            product = Product(weight=weight, up=up, down=down, scale=0.5, out=weight)
+            add_products_triton([product, replace(product, up=up.float(), down=down.float())])
+        quantize_groups(weight, ScaleFormat.FP32)
+        quantize_groups(weight, ScaleFormat.UE8M0, is_transposed=True)
+        raise_maxima_triton(torch.zeros(3, dtype=torch.int32), 0, [weight, None, weight])
+        launch_all([task(Op.QUANTIZE, weight), task(Op.COPY, weight)])
+        launch_all([replace(task(Op.QUANTIZE, weight), product=LowRank(up, down, 0.5))])
+    in_steps = LowRank(torch.zeros(256, 100).bfloat16(), torch.zeros(100, 384).bfloat16(), 0.5)
+    launch_all([replace(task(Op.QUANTIZE, torch.zeros(256, 384).bfloat16()), product=in_steps)])
+    codes, scale = torch.zeros(256, 384).to(torch.float8_e4m3fn), torch.ones(2, 3)
+    launch_all([task(Op.COPY_CODES, codes), task(Op.COPY_SCALES, scale)])
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """What a program keeps in memory for want of registers."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", told)[1])
+
+
+def launch_all(tasks: list[Task]) -> None:
+    for action in Action:
+        TritonTable(tasks, torch.device("cpu")).launch(check=True, action=action)
+
+
+def task(op: Op, source: torch.Tensor) -> Task:
+    is_fp8 = op in (Op.QUANTIZE, Op.COPY_CODES)
+    dtype = torch.float8_e4m3fn if is_fp8 else torch.float32 if op is Op.COPY_SCALES else torch.bfloat16
+    scale = torch.empty(2, 3) if op is Op.QUANTIZE else None
+    target = torch.empty(source.shape).to(dtype)
+    return Task(op=op, source=source, offset=(0, 0), target=target, scale=scale, format=BlockFormat())
+
+
+if __name__ == "__main__":
+    assert triton.knobs.runtime.interpret is False, "kernels are compiled, not interpreted"
+    main()
