@@ -20,7 +20,7 @@ from fp8refit.bench.code import INSIDE, PARTS, hash_sources
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 MEASURED_PARTS: dict[str, tuple[str, ...]] = {
-    "bench_kernel_*": ("fill",),
+    "bench_kernel_*": ("kernels",),
     "bench_refit_*": PARTS,
     "broadcast_*": PARTS,
     "drop_in_*": PARTS,
@@ -28,7 +28,7 @@ MEASURED_PARTS: dict[str, tuple[str, ...]] = {
     "experts_*": PARTS,
     "kv_*": PARTS,
     "oracle_*": PARTS,
-    "precision_*": ("fill",),
+    "precision_*": ("kernels",),
     "servers_*": PARTS,
     "sglang_*": PARTS,
     "soak_*": INSIDE,
@@ -42,6 +42,8 @@ MEASURED_PARTS: dict[str, tuple[str, ...]] = {
 }
 """The packages that each kind of result ran through; the first pattern that fits counts. Others name their builds, as
 `run_interleaved.py` does, or measure no refit."""
+OLD_PLACES = {"kernels": "fp8refit/fill/kernels/"}
+"""Where earlier commits have a package."""
 
 
 def main() -> None:
@@ -100,11 +102,13 @@ def hashes_of(commit: str, parts: tuple[str, ...]) -> dict[str, str | None]:
     return {part: hash_sources(sources_of(commit, part)) for part in parts}
 
 
-def sources_of(commit: str, part: str) -> dict[str, str]:
-    """The modules of a package in a commit, by their paths within fp8refit."""
-    names = git("ls-tree", "-r", "--name-only", commit, f"fp8refit/{part}/").split()
-    modules = [name for name in names if name.endswith(".py")]
-    return {name.removeprefix("fp8refit/"): git("show", f"{commit}:{name}") for name in modules}
+def sources_of(commit: str, part: str) -> list[str]:
+    """The modules of a package in a commit, which may have had it elsewhere."""
+    folders = [f"fp8refit/{part}/", *filter(None, [OLD_PLACES.get(part)])]
+    names = git("ls-tree", "-r", "--name-only", commit, *folders).split()
+    others = tuple(folder for other, folder in OLD_PLACES.items() if other != part)
+    modules = [name for name in names if name.endswith(".py") and not name.startswith(others)]
+    return [git("show", f"{commit}:{name}") for name in modules]
 
 
 def extended(text: str, added: dict[str, Any]) -> str:

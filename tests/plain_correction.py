@@ -1,4 +1,4 @@
-"""What `fp8refit.training.correction` promises, token by token in plain Python: lists of rows of floats, masks of rows of bools.
+"""What `fp8refit.training.correction` promises, token by token in plain Python: rows of floats, masks of rows of bools.
 
 `batch` and `noisy` make tensors to try it with.
 """

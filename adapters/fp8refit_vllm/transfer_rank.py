@@ -28,8 +28,8 @@ FINDING_S = 30.0
 
 
 class Letter(BaseModel, frozen=True, extra="forbid"):
-    """What vLLM's methods carry: a `fp8refit.remote.protocol.messages.Request` to every rank, and where to answer it: on the board,
-    under the number of the rank.
+    """What vLLM's methods carry: a `fp8refit.remote.protocol.messages.Request` to every rank, and where to answer it: on the
+    board, under the number of the rank.
     """
 
     address: Address

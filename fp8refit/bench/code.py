@@ -9,35 +9,33 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).parents[1]
-INSIDE = ("fill", "ranks")
+INSIDE = ("kernels", "fill", "ranks")
 """Packages that a refit in the trainer's process runs through."""
 PARTS = (*INSIDE, "remote", "transport")
 """Packages that a refit of ranks in other processes runs through."""
 _DIGITS = 12
 
 
-def hash_sources(sources: Mapping[str, str]) -> str | None:
-    """Hash modules by what they compute: comments, docstrings and layout do not count.
+def hash_sources(sources: Iterable[str]) -> str | None:
+    """Hash modules by what they compute: comments, docstrings, layout, imports and names of modules do not count.
+
+    So a module that is moved within its package changes nothing, nor do those that import it.
 
     Args:
-        sources: The source text of each module, by its path within the package.
+        sources: The source text of each module.
 
     Returns:
         The same digits with every version of Python; None if there are no modules.
     """
-    if not sources:
-        return None
-    found = hashlib.sha256()
-    for path in sorted(sources):
-        found.update(f"{path}\n{''.join(_tokens(ast.parse(sources[path])))}\n".encode())
-    return found.hexdigest()[:_DIGITS]
+    texts = sorted("".join(_tokens(ast.parse(source))) for source in sources)
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:_DIGITS] if texts else None
 
 
 @cache
 def hash_part(part: str) -> str | None:
     """Hash the installed package `part`; None if there is none."""
     folder = PACKAGE / part
-    return hash_sources({str(file.relative_to(PACKAGE)): file.read_text() for file in folder.rglob("*.py")})
+    return hash_sources(file.read_text() for file in folder.rglob("*.py"))
 
 
 def hash_parts(parts: Iterable[str]) -> dict[str, str | None]:
@@ -81,7 +79,7 @@ def current_commit() -> str | None:
     try:
         _git(
             "ls-files", "--error-unmatch", "__init__.py"
-        )  # the checkout may be another project's, with an environment in it
+        )  # or the checkout is another project's, with an environment in it
         return _git("describe", "--always", "--abbrev=7", "--exclude=*", "--dirty=+")
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -99,7 +97,7 @@ def _tokens(node: object) -> Iterator[str]:
             yield from _tokens(part)
     elif not isinstance(node, ast.AST):
         yield f"{type(node).__name__} {node!r} "
-    elif not _is_docstring(node) and not isinstance(node, ast.expr_context):
+    elif not _is_docstring(node) and not isinstance(node, ast.expr_context | ast.Import | ast.ImportFrom):
         yield f"({type(node).__name__} "
         for name, value in ast.iter_fields(node):
             if value is not None and value != [] and name not in {"kind", "type_comment"}:

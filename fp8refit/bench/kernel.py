@@ -73,7 +73,7 @@ def run_kernel_bench(
         config=config,
         command=_command_of(config, device),
         gpu=gpu_name(device),
-        **stamp(("fill",)),
+        **stamp(("kernels",)),
         versions=versions_of(),
         copy_gb_per_s=copy_rate,
         timings=tuple(timings),

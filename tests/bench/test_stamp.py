@@ -62,17 +62,27 @@ def test_a_result_is_of_the_commit_that_first_had_its_figures(stamper, tmp_path)
         "gpu": "a",
         "milliseconds": [2.5],
         "recorded_in": measured[:7],
-        "code": {"fill": hash_sources({"fill/a.py": "a = 2"}), "ranks": hash_sources({"ranks/b.py": "b = 1"})},
+        "code": {"kernels": None, "fill": hash_sources(["a = 2"]), "ranks": hash_sources(["b = 1"])},
     }
     stamper.main()
     assert (tmp_path / f"{RESULT}.json").read_text() == text
+
+
+def test_a_package_is_found_where_the_commit_had_it(stamper, tmp_path):
+    old = commit(tmp_path, **CODE, **{"fp8refit__fill__kernels__k.py": "k = 1\n"})
+    folder = tmp_path / "fp8refit"
+    (folder / "fill" / "kernels").rename(folder / "kernels")
+    new = commit(tmp_path)
+    hashes = stamper.hashes_of(old, ("kernels", "fill"))
+    assert hashes == stamper.hashes_of(new, ("kernels", "fill"))
+    assert hashes == {"kernels": hash_sources(["k = 1"]), "fill": hash_sources(["a = 1"])}
 
 
 def test_a_commit_without_a_package_says_so(stamper, tmp_path):
     write(tmp_path, {"ms": 1})
     commit(tmp_path)
     stamper.main()
-    assert json.loads((tmp_path / f"{RESULT}.json").read_text())["code"] == {"fill": None, "ranks": None}
+    assert json.loads((tmp_path / f"{RESULT}.json").read_text())["code"] == dict.fromkeys(stamper.INSIDE)
 
 
 def test_a_result_measured_outside_a_checkout_is_of_a_commit_with_the_same_code_alone(stamper, tmp_path):

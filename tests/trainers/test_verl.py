@@ -1,4 +1,4 @@
-"""`fp8refit.training.correction` against verl's own functions, where the definitions agree, and that they differ where it says so."""
+"""`fp8refit.training.correction` against verl's own functions, where definitions agree; and that they differ where it says."""
 
 import math
 

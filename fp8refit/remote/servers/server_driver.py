@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class ServerDriver(ControlPlane, Channel):
-    """The control plane of `fp8refit.driver.engine.Engine`, and `fp8refit.remote.protocol.channel.Channel`, by orders to a server.
+    """An engine's control plane, and a `fp8refit.remote.protocol.channel.Channel`, by orders to a server.
 
     Args:
         server: The connection to it.
