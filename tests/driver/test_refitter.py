@@ -323,9 +323,12 @@ def test_leaving_the_context_closes_the_engine_and_hides_no_error(context, model
     assert len(closed) == 2
 
 
-def test_an_unknown_engine_is_refused(model):
-    with pytest.raises(UnsupportedEngineError, match=r"builtins\.dict is not an engine .* \(fake\)"):
-        Refitter({})
+@pytest.mark.parametrize("unknown", [{}, "127.0.0.1:8000"], ids=["no engine", "no URL"])
+def test_an_unknown_engine_is_refused(unknown, model):
+    with pytest.raises(
+        UnsupportedEngineError, match=rf"builtins\.{type(unknown).__name__} is not an engine .* \(fake\)"
+    ):
+        Refitter(unknown)
 
 
 def test_options_are_checked(model):

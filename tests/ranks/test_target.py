@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import time
 import weakref
 
 import pytest
@@ -127,6 +128,14 @@ def test_small_buckets_give_the_same_bytes(make_source, model, tmp_path):
     policy = make_policy(model, seed=1)
     refit_target(make_target(model), make_source(policy, tmp_path), bucket_bytes=1 << 20)
     assert_holds(model, policy)
+
+
+def test_times_of_a_write_are_parts_of_it(model):
+    target, policy = make_target(model), make_policy(model, seed=1)
+    start_s = time.perf_counter()
+    report = refit_target(target, as_source(policy))
+    assert 0 < report.fill_s + report.verify_s < time.perf_counter() - start_s
+    assert min(report.fill_s, report.verify_s) > 0
 
 
 def test_a_generator_may_reuse_one_buffer(model):
@@ -382,7 +391,9 @@ def test_flags_of_a_refit_that_broke_off_are_not_the_next_one_s(target, model):
 def test_fp8_is_copied_bit_for_bit(name, make_source, model, tmp_path):
     policy = make_policy(model, seed=1)
     sent = prequantize(policy, name, ScaleFormat.UE8M0)
-    refit_target(make_target(model), make_source(sent, tmp_path))
+    report = refit_target(make_target(model), make_source(sent, tmp_path))
+    written = [tensor for slot in model.slots() for tensor in (slot.weight, slot.scale) if tensor is not None]
+    assert report.bytes_written == sum(tensor.nbytes for tensor in written)
     slot = next(slot for slot in model.slots() if slot.name == name)
     grid = sent[name + "_scale_inv"][:, slot.origin[1] // 128 :]
     assert bytes_of(slot.weight) == bytes_of(box_of(slot, sent[name]))

@@ -116,6 +116,17 @@ def test_ranks_are_told_of_a_set_when_the_copies_of_all_streams_are_done(streams
         assert [event.after[-3:] for event in packed.events] == [["a", "b", "c"]]
 
 
+def test_a_set_holds_no_name_twice_and_no_more_than_are_told_at_once(streams, monkeypatch):
+    monkeypatch.setattr("fp8refit.remote.host.packing._MOST_REFS", 2)
+    packer = Packer(lambda device, num_bytes: FakeBucket(streams))
+    packer.begin(1 << 10)
+    a, b, c = (Piece(name=name, first_row=0, tensor=FakeTensor(), full_shape=(2,)) for name in "abc")
+    packer.put(a)
+    assert packer.has_room(b) and not packer.has_room(a)
+    packer.put(b)
+    assert not packer.has_room(c)
+
+
 @pytest.mark.parametrize("how", ["freed", "begun anew", "closed"])
 def test_a_bucket_that_was_too_small_is_given_back_however_its_stream_ends(how, streams):
     packer, made = Packer(lambda device, num_bytes: made.append(FakeBucket(streams)) or made[-1]), []

@@ -554,10 +554,11 @@ def test_what_is_kept_has_no_slot_and_is_watched():
     attention = nn.Module()
     attention.k_scale = nn.Parameter(torch.tensor(0.5))
     attention.kept = ("k_scale",)
+    attention.sinks = nn.Parameter(torch.zeros(4))  # comes after what is kept
     model = model_of(attn=attention, proj=BlockLinear())
     model.register_buffer("rotary", torch.ones(4))
     inventory = read(model)
-    assert [slot.name for slot in inventory.slots] == ["proj.weight"]
+    assert {slot.name for slot in inventory.slots} == {"attn.sinks", "proj.weight"}
     assert {entry.name for entry in inventory.live} >= {"attn.k_scale", "rotary"}
     assert inventory.refusals == ()
 

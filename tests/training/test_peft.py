@@ -108,6 +108,16 @@ def test_several_adapters_none_and_some_that_are_merged_already():
     assert_close(dict(merged(model)), dict(both.items()))
 
 
+def test_an_adapter_with_a_bias_is_refused_by_name():
+    model = adapted()
+    layer = model.base_model.model.layers[0].up_proj
+    layer.lora_bias["default"] = True
+    with pytest.raises(InvalidSourceError) as caught:
+        merged(model)
+    [problem] = caught.value.problems
+    assert problem.startswith("base_model.model.layers.0.up_proj: ") and "has an adapter with a bias" in problem
+
+
 def test_an_adapter_that_is_no_product_is_refused_by_name():
     model = adapted(use_dora=True)
     with pytest.raises(InvalidSourceError) as caught:

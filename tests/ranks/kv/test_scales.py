@@ -301,6 +301,7 @@ def test_sources_may_bring_scales_under_every_name():
     assert inventory.aliases["layers.0.attn.k_proj.output_scale"] == K
     assert {"layers.0.attn.q_scale", "layers.0.attn.attn.q_scale"} <= set(inventory.unneeded)
     assert "layers.1.attn.q_scale" not in inventory.unneeded
+    assert {"layers.0.attn.prob_scale", "layers.1.attn.prob_scale"} <= set(inventory.unneeded)
     live = {tensor.data_ptr() for tensor in engine.tensors.values()}
     assert not live & {slot.weight.data_ptr() for slot in inventory.slots}, "judged before they are written"
 
