@@ -272,7 +272,7 @@ def main() -> int:
     parser.add_argument("--bf16", action="store_true", help="an engine without FP8: the least mismatch there can be")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=4, help="sequences that the tokens are cut into")
-    parser.add_argument("--work", type=Path, default=Path("/dev/shm/fp8refit/training/precision"))
+    parser.add_argument("--work", type=Path, default=Path("/dev/shm/fp8refit/precision"))
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     save(options, {"mismatch": run_mismatch, "step": run_step}[options.mode](options))
