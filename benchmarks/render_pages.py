@@ -157,8 +157,8 @@ def render_highlights(
         for what, ms, beside, found, parts in rows
     )
     return (
-        f"Qwen3-8B shape, {single['gpu']}, medians. First two rows: the refitted engine {equals} a freshly "
-        f"booted one in bytes and tokens ([later builds](docs/speed.md#later-builds)).\n\n"
+        f"Qwen3-8B shape, {single['gpu']}, medians. First two rows: the refitted engine {equals} a fresh "
+        f"boot in bytes and tokens ([later builds](docs/speed.md#later-builds)).\n\n"
         f"| | refit | compared with |\n| --- | ---: | --- |\n"
         f"{table}{_footnote([(found, parts) for *_, found, parts in rows])}"
     )

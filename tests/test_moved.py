@@ -9,13 +9,13 @@ import pytest
 from fp8refit.moved import MOVED, REMOVED_IN
 
 NAMES = {
-    "fp8refit.correction": "correct",
+    "fp8refit.correction": "importance_weights",
     "fp8refit.megatron": "MegatronNames",
     "fp8refit.peft": "merged",
     "fp8refit.precision": "unify",
     "fp8refit.live.tracing.inventory": "inventory_of",
-    "fp8refit.live.tracing.proof": "Proof",
-    "fp8refit.live.tracing.reading": "read_slots",
+    "fp8refit.live.tracing.proof": "with_proof",
+    "fp8refit.live.tracing.reading": "read_inventory",
     "fp8refit.live.tracing.rules": "KernelRules",
     "fp8refit.live.tracing.twin": "trace_twin",
     "fp8refit.remote.channel": "Channel",

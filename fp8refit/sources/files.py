@@ -23,7 +23,7 @@ from pydantic_core import from_json
 from torch import Tensor
 
 from fp8refit.errors import InvalidSourceError
-from fp8refit.transport.dtypes import SAFETENSORS_DTYPES
+from fp8refit.live.dtypes import SAFETENSORS_DTYPES
 from fp8refit.transport.stamps import FileStamp, boot_id
 
 _MAX_HEADER_BYTES = 100_000_000

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from fp8refit import InvalidSourceError, RefitError
 from fp8refit.checkpoint import quantize_checkpoint
+from fp8refit.live.dtypes import SAFETENSORS_DTYPES
 from fp8refit.live.slots import FP8_DTYPE
 from fp8refit.remote.servers import order_handler
 from fp8refit.sources.files import SafetensorsFile
 from fp8refit.sources.source import as_source
-from fp8refit.transport.dtypes import SAFETENSORS_DTYPES
 from tests.fake_ranks import ClientEntryPoint, Cluster, Drivers
 from tests.fakes import FakeModel, make_policy
 from tests.fuzz.engines import ROUTES, Subject, fake_engine  # noqa: F401 - a fixture

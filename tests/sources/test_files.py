@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 
 import fp8refit.sources.files
 from fp8refit.errors import InvalidSourceError
+from fp8refit.live.dtypes import SAFETENSORS_DTYPES
 from fp8refit.sources.checkpoints import SafetensorsSource
 from fp8refit.sources.files import SafetensorsFile, Threads
-from fp8refit.transport.dtypes import SAFETENSORS_DTYPES
 from fp8refit.transport.stamps import FileStamp
 
 MATRIX = torch.arange(300 * 200, dtype=torch.int32).view(300, 200)

@@ -12,8 +12,8 @@ from pydantic import BaseModel, Field
 from torch import Tensor
 
 from fp8refit.errors import TransportError
+from fp8refit.live.dtypes import SAFETENSORS_DTYPES
 from fp8refit.live.slots import TensorMeta, dtype_name
-from fp8refit.transport.dtypes import SAFETENSORS_DTYPES
 from fp8refit.transport.memory.process import Process
 
 _INDEX_LIMIT = 1 << 63
