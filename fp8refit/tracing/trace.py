@@ -5,8 +5,11 @@ where its values come from. Reordering copies (`transpose().reshape()`) are foll
 values are recorded as such.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import count
 from math import prod
 from typing import Any, TypeAlias, TypeVar
 
@@ -24,6 +27,8 @@ aten = torch.ops.aten
 T = TypeVar("T")
 Load: TypeAlias = Callable[[Iterator[tuple[str, Tensor]]], object]
 """A model's `load_weights`."""
+_ONE_AT_A_TIME = threading.RLock()
+"""Held by whoever replaces how threads start."""
 _UNLIKELY = 73856093.1416
 """A number that no loader fills a parameter with by chance."""
 _HOLD_BF16 = (torch.bfloat16, torch.float32, torch.float64)
@@ -49,12 +54,13 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Storages made of ranges from several checkpoint tensors, one after another."""
         self._recipes: dict[int, Recipe | None] = {}
         self._numbers: dict[float, Tensor] = {}
-        self._num_numbers = 0
+        self._stand_ins = count(1)
         self._alive: list[Tensor] = [*(parameters or {}).values()]  # so that no other storage gets the address of one
         self.copies: list[Copy] = []
         self.computed: list[Computed] = []
         self.objections: list[Objection] = []
         self.casts: set[tuple[str, torch.dtype]] = set()
+        self._is_over = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -89,6 +95,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Raises:
             TypeError: A tensor is viewed as elements of another size, so strides do not say what is read.
         """
+        if self._is_over:  # in a thread that has outlived the loader
+            return func(*args, **(kwargs or {}))
         if func is aten.view.dtype and args[1].itemsize != args[0].itemsize:
             raise TypeError(f"views {args[0].dtype} as {args[1]}")
         if _only_views(func):
@@ -132,9 +140,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _number_for(self, tensor: Tensor) -> float:
         """Return a stand-in for the number that a loader reads from a tensor. It is recognized if the loader writes it."""
-        self._num_numbers += 1
-        self._numbers[_UNLIKELY + self._num_numbers] = tensor.as_strided((), ())
-        return _UNLIKELY + self._num_numbers
+        number = _UNLIKELY + next(self._stand_ins)
+        self._numbers[number] = tensor.as_strided((), ())
+        return number
 
     def check_numbers(self) -> None:
         """Check that every number that a loader read was also written.
@@ -172,6 +180,42 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _compute(self, name: str, into: Tensor, value: View) -> None:
         self.computed.append(Computed(parameter=name, into=nothing_into(name, into), value=value))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch this thread, and threads that are started meanwhile by a thread that is watched.
+
+        Raises:
+            Exception: Whatever has ended such a thread.
+        """
+        watched, errors = {threading.get_ident()}, list[Exception]()
+
+        def run(work: Callable[[], None]) -> None:
+            watched.add(threading.get_ident())
+            try:
+                with torch.no_grad(), self:
+                    work()
+            except Exception as error:  # noqa: BLE001 - a loader may raise anything, and a thread keeps it to itself
+                errors.append(error)
+            finally:
+                watched.discard(threading.get_ident())
+
+        def start(thread: threading.Thread) -> None:
+            if threading.get_ident() in watched:
+                thread.run = partial(run, thread.run)  # type: ignore[method-assign]
+            started(thread)
+
+        with _ONE_AT_A_TIME:
+            started = threading.Thread.start
+            threading.Thread.start = start  # type: ignore[assignment, method-assign]
+            try:
+                with torch.no_grad(), self:
+                    yield
+            finally:
+                threading.Thread.start = started  # type: ignore[method-assign]
+                self._is_over = True
+        for error in errors:
+            raise error
 
     @staticmethod
     def _copies_of_joined(
@@ -297,7 +341,7 @@ def trace_once(load: Load, parameters: Mapping[str, Tensor], sources: Mapping[st
     """Trace the loader once, and raise what it raises."""
     trace = Trace(parameters)
     given = [(name, trace.source(name, meta)) for name, meta in sources.items()]
-    with torch.no_grad(), trace:
+    with trace.watching():
         load(iter(given))
     trace.check_numbers()
     return Traced(

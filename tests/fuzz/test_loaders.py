@@ -99,6 +99,7 @@ def model_of(load, *, is_quantized: bool) -> Custom:
 @example({NAMES[4]: ("copy", [("from another", NAMES[0])])}, 0)
 @example({NAMES[1]: ("through FP8", []), NAMES[3]: ("through FP8", [])}, 0)
 @example({NAMES[0]: ("copy in a thread", [])}, 0)
+@example({NAMES[2]: ("copy", [("add in a thread", NAMES[2])])}, 0)
 @example({NAMES[0]: ("copy", [("out=", NAMES[0])])}, 0)
 @example({NAMES[0]: ("copy", [("foreach", NAMES[0])])}, 0)
 @example({NAMES[0]: ("copy in turn", []), NAMES[1]: ("copy in turn", [])}, 0)

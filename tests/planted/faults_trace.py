@@ -346,4 +346,11 @@ FAULTS = [
         after="4",
         found_by=f"{PROOF} -k says_another_thing",
     ),
+    Fault(
+        name="threads that a loader starts are not watched",
+        at="fp8refit/tracing/trace.py::Trace.watching",
+        before="threading.get_ident() in watched",
+        after="False",
+        found_by=LOADERS,
+    ),
 ]

@@ -1,5 +1,8 @@
 """What a loader is seen to do with tensors that have no memory."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
@@ -218,3 +221,68 @@ def test_a_tensor_that_is_computed_with_as_a_number_is_not_taken():
 )
 def test_every_element_is_loaded_once(boxes, fault):
     assert fault_of_cover(boxes, (8, 16)) == fault
+
+
+def test_what_threads_copy_is_seen():
+    """Those that a loader starts, and those that they start."""
+    into = {name: torch.empty(4, 2, device="meta") for name in ("left", "right")}
+
+    def copy_both(source):
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda name: into[name].copy_(source), into))
+
+    def load(tensors):
+        for _, source in tensors:
+            thread = threading.Thread(target=copy_both, args=(source,))
+            thread.start()
+            thread.join()
+
+    traced = trace_loader(load, into, {"source": TensorMeta(shape=(4, 2), dtype=torch.bfloat16)})
+    assert {copy.parameter for copy in traced.copies} == {"left", "right"}
+    assert not traced.objections
+
+
+def test_a_thread_that_fails_is_an_objection():
+    def load(tensors):
+        for _, source in tensors:
+            thread = threading.Thread(target=source.view, args=(torch.int8,))
+            thread.start()
+            thread.join()
+
+    traced = trace_loader(load, {}, {"source": TensorMeta(shape=(4, 2), dtype=torch.bfloat16)})
+    assert [(each.source, "TypeError" in each.reason) for each in traced.objections] == [("source", True)]
+
+
+def test_other_threads_and_later_work_are_not_watched():
+    """A pool that a loader keeps computes with real tensors afterwards; another thread does so meanwhile."""
+    pool, weight, real = ThreadPoolExecutor(1), torch.empty(2, device="meta"), torch.zeros(2)
+    begin, begun = threading.Event(), threading.Event()
+
+    def work_beside():
+        begin.wait()
+        inner = threading.Thread(target=real.add_, args=(1,))
+        inner.start()
+        inner.join()
+        begun.set()
+
+    beside = threading.Thread(target=work_beside)
+    beside.start()
+
+    def load(tensors):
+        begin.set()
+        begun.wait()
+        for _, source in tensors:
+            pool.submit(weight.copy_, source).result()
+
+    try:
+        traced = trace_loader(
+            load, {"weight": weight, "real": real}, {"source": TensorMeta(shape=(2,), dtype=torch.bfloat16)}
+        )
+        assert [copy.parameter for copy in traced.copies] == ["weight"]
+        assert not traced.computed
+        assert real.tolist() == [1, 1]
+        assert pool.submit(real.add_, 1).result().tolist() == [2, 2]
+    finally:
+        pool.shutdown()
+        beside.join()
+    assert threading.Thread.start.__module__ == "threading"

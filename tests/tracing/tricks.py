@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.tracing.custom import Load, plainly
 
@@ -17,6 +18,12 @@ def in_thread(do: Callable[[], object]) -> None:
     thread = threading.Thread(target=do)
     thread.start()
     thread.join()
+
+
+def unseen(do: Callable[[], object]) -> None:
+    """Do something where nothing watches, as compiled code or a thread that ran before would."""
+    with _disable_current_modes():
+        do()
 
 
 def cast(*dtypes: torch.dtype) -> Load:
@@ -48,6 +55,10 @@ def write_many(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 def write_in_thread(model: nn.Module, name: str, tensor: Tensor) -> None:
     in_thread(lambda: weight_of(model, name).add_(1))
+
+
+def write_unseen(model: nn.Module, name: str, tensor: Tensor) -> None:
+    unseen(lambda: weight_of(model, name).add_(1))
 
 
 def replace_data(model: nn.Module, name: str, tensor: Tensor) -> None:
