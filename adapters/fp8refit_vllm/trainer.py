@@ -13,11 +13,12 @@ from fp8refit.errors import InvalidSourceError
 from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues
 from fp8refit.report import RefitReport
 from fp8refit_vllm.compat import BACKEND, register_transfer
-from fp8refit_vllm.transfer_driver import Client, TransferDriver
+from fp8refit_vllm.transfer_driver import TransferDriver
 from fp8refit_vllm.weight_source import opened
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
 
 register_transfer()
 
@@ -44,7 +45,7 @@ class RefitTrainer(TrainerWeightTransferEngine):  # two type parameters in 0.26,
 
     init_info_cls = RefitTrainerInitInfo
 
-    def __init__(self, init_info: RefitTrainerInitInfo, *, client: Client, source: Any) -> None:
+    def __init__(self, init_info: RefitTrainerInitInfo, *, client: "VLLMWeightSyncClient", source: Any) -> None:
         self.is_sender, self.rank = init_info.is_sender, getattr(init_info, "rank", 0)
         self.client = client
         self.source = source
@@ -53,7 +54,12 @@ class RefitTrainer(TrainerWeightTransferEngine):  # two type parameters in 0.26,
 
     @classmethod
     def trainer_init(
-        cls, init_info: RefitTrainerInitInfo, *, client: Client, source: Any = None, config: object = None
+        cls,
+        init_info: RefitTrainerInitInfo,
+        *,
+        client: "VLLMWeightSyncClient",
+        source: Any = None,
+        config: object = None,
     ) -> Self:
         """Join the engine whose weights `client` reaches, as vLLM's trainers do.
 

@@ -8,9 +8,10 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import count
-from typing import Any, Protocol, TypeVar
+from itertools import count, takewhile
+from typing import TYPE_CHECKING, TypeVar
 
+from pydantic import BaseModel
 from typing_extensions import override
 
 from fp8refit.config import RefitConfig
@@ -26,7 +27,9 @@ from fp8refit.transport.collective.store import open_store
 from fp8refit.transport.running import run
 from fp8refit_vllm.compat import takes_version
 from fp8refit_vllm.core_compat import call_in_time
-from fp8refit_vllm.transfer_rank import Letter
+
+if TYPE_CHECKING:
+    from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
 
 T = TypeVar("T")
 
@@ -38,31 +41,20 @@ _NOT_CONFIGURED = (
 )
 
 
-class Client(Protocol):
-    """vLLM's `VLLMWeightSyncClient`."""
+class Letter(BaseModel, frozen=True, extra="forbid"):
+    """What vLLM's methods carry: a `fp8refit.remote.protocol.messages.Request` to every rank, and where to answer it: on the
+    board, under the number of the rank.
+    """
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Pass the trainer's first message to every rank."""
-        ...
-
-    def start_weight_update(self) -> None:
-        """Begin an update."""
-        ...
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Pass a message of the update to every rank."""
-        ...
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """End the update. `weight_version` exists since vLLM 0.32."""
-        ...
+    address: Address
+    message: str
 
 
 class TransferDriver(Engine, Channel):
     """A trainer's connection to one engine, for any number of updates. Does not touch requests: the trainer pauses them.
 
     Args:
-        client: Reaches the engine.
+        client: Reaches every rank of the engine.
         config: Options. The ranks answer at `config.collective.host`.
         port: Port on that host; 0 for any free one.
 
@@ -77,7 +69,7 @@ class TransferDriver(Engine, Channel):
     is_asynchronous = False
     num_at_once = 1
 
-    def __init__(self, client: Client, config: RefitConfig, *, port: int) -> None:
+    def __init__(self, client: "VLLMWeightSyncClient", config: RefitConfig, *, port: int) -> None:
         host = config.collective.host
         store, token, port = open_store(host=host, port=port, timeout_s=config.timeout_s)
         self._client = client
@@ -106,30 +98,26 @@ class TransferDriver(Engine, Channel):
                 raise UnsupportedEngineError(
                     f"this engine does not accept weights from fp8refit ({error}); {_NOT_CONFIGURED}"
                 ) from error
-            self._check_is_ours()
+            self._require_board()
             raise EngineLostError(
                 f"a call to the engine's ranks failed ({error}); its log says why. Create a new trainer; if that fails "
                 "too, restart the engine"
             ) from error
-        answers: list[str] = []
-        for rank in count():
-            words = board.take(str(rank))
-            if is_first and len(words) > 1:
-                raise UnsupportedEngineError(
-                    "this client reaches several engines; create one client and one trainer for each"
-                )
-            if not words:
-                break
-            answers.append(words[-1])  # before it comes the answer to a call that was interrupted
-        if not answers and is_first:
+        words = list(takewhile(bool, map(board.take, map(str, count()))))
+        if is_first and any(len(of_rank) > 1 for of_rank in words):
+            raise UnsupportedEngineError(
+                "this client reaches several engines; create one client and one trainer for each"
+            )
+        if is_first and not words:
             raise TransportError(
                 f"no rank of the engine connected to {board.address.host}:{board.address.port}; set "
                 "RefitConfig.collective.host to an address of this trainer's host that the engine's hosts can reach"
             )
-        if len(answers) < self._num_ranks:
-            raise EngineLostError(f"rank {len(answers)} did not answer; its log says why. Create a new trainer")
-        self._num_ranks = len(answers)
-        return Answers(said=answers)
+        if len(words) < self._num_ranks:
+            raise EngineLostError(f"rank {len(words)} did not answer; its log says why. Create a new trainer")
+        self._num_ranks = len(words)
+        # Before the last word may come the answer to a call that was interrupted.
+        return Answers(said=[of_rank[-1] for of_rank in words])
 
     @contextmanager
     def update(self) -> Iterator[Refitter]:
@@ -138,7 +126,7 @@ class TransferDriver(Engine, Channel):
         vLLM gets a version only if a new policy was written.
         """
         client, before, timeout_s = self._client, self.ranks.version, self._config.timeout_s + GRACE_S
-        self._check_is_ours()
+        self._require_board()
         self._ask(client.start_weight_update, timeout_s)
         try:
             yield Refitter(self, self._config)
@@ -172,21 +160,18 @@ class TransferDriver(Engine, Channel):
             board.abort("the trainer was shut down")
 
     @override
-    async def check_ready(self) -> None: ...
+    async def check_ready(self) -> None:
+        """Do nothing, as `resume` and `flush_caches`: the trainer pauses requests, which drops caches, and resumes them."""
+
+    resume = flush_caches = check_ready
 
     @override
     async def pause(self, config: RefitConfig) -> int:
         return 0
 
     @override
-    async def resume(self) -> None: ...
-
-    @override
     async def refuse(self, reason: str) -> None:
         logger.error("keep the engine paused: %s", reason)
-
-    @override
-    async def flush_caches(self) -> None: ...
 
     @override
     async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:
@@ -194,7 +179,7 @@ class TransferDriver(Engine, Channel):
 
     @override
     async def publish_version(self, version: int) -> None:
-        """Nothing to do: `update` passes the version to vLLM."""
+        """Do nothing: `update` passes the version to vLLM."""
 
     def _check_ranks(self, replies: Sequence[messages.Reply]) -> None:
         """Check that all ranks answered, and can be refitted from this process."""
@@ -211,18 +196,16 @@ class TransferDriver(Engine, Channel):
             )
 
     def _require_board(self) -> Board:
-        if self._board is None:
-            raise EngineLostError("this trainer was shut down or has lost its engine; create a new one")
-        return self._board
-
-    def _check_is_ours(self) -> None:
-        """Check that the ranks still serve this trainer.
+        """The board, while the ranks serve this trainer.
 
         Raises:
             EngineLostError: They do not.
         """
-        if why := self._require_board().first_word():
+        if self._board is None:
+            raise EngineLostError("this trainer was shut down or has lost its engine; create a new one")
+        if why := self._board.first_word():
             raise EngineLostError(f"the engine no longer answers this trainer: {why}. Create a new trainer")
+        return self._board
 
     def _ask(self, call: Callable[[], T], timeout_s: float) -> T:
         """Call the client in a separate thread, once its previous call has returned, and wait.

@@ -11,17 +11,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Generic, TypeVar
 from unittest.mock import MagicMock, patch
 
+import torch
 from fp8refit_vllm import weight_source
 from fp8refit_vllm.transfer_driver import TransferDriver
-from fp8refit_vllm.transfer_rank import TransferRank
+from torch import nn
 
 from fp8refit import RefitConfig
-from fp8refit.remote.rank_server import RankServer
+from fp8refit.ranks.rank import Rank
 from fp8refit.report import RefitReport
 from tests.fake_ranks import Cluster, together
+
+InitInfo, UpdateInfo = TypeVar("InitInfo"), TypeVar("UpdateInfo")
 
 
 @dataclass
@@ -35,6 +38,13 @@ class TrainerInitInfo:
         return self.rank == 0
 
 
+class WeightTransferEngine(Generic[InitInfo, UpdateInfo]):
+    """As vLLM's."""
+
+    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
+        self.vllm_config = vllm_config
+
+
 def with_names(name: str, **contents: object) -> ModuleType:
     module = ModuleType(name)
     module.__dict__.update(contents)
@@ -43,10 +53,17 @@ def with_names(name: str, **contents: object) -> ModuleType:
 
 BASE = "vllm.distributed.weight_transfer.base"
 _modules = {
-    BASE: with_names(BASE, TrainerInitInfo=TrainerInitInfo, TrainerWeightTransferEngine=object, ModuleSource=object),
+    BASE: with_names(
+        BASE,
+        TrainerInitInfo=TrainerInitInfo,
+        TrainerWeightTransferEngine=object,
+        ModuleSource=object,
+        WeightTransferEngine=WeightTransferEngine,
+    ),
     **{name: MagicMock() for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer")},
 }
 with patch.dict(sys.modules, _modules):
+    from fp8refit_vllm import transfer
     from fp8refit_vllm.trainer import RefitTrainer, RefitTrainerInitInfo
 
 
@@ -74,14 +91,17 @@ def module_of(source: Any) -> Any:
 class Worker:
     """One of vLLM's."""
 
-    def __init__(self, rank: int, num_ranks: int, server: RankServer, check: Callable[[], None]) -> None:
-        self.rank = rank
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=num_ranks))
+    def __init__(self, rank: Rank, num_replicas: int) -> None:
+        self.rank = rank.group.rank
+        sizes = SimpleNamespace(world_size=rank.group.size, data_parallel_size=num_replicas)
+        self.vllm_config = SimpleNamespace(parallel_config=sizes)
+        self.model_runner = SimpleNamespace(_fp8refit_rank=rank)
         self._weight_update_active = False
-        self.transfer = TransferRank(self, server.handle, check)
+        with patch.object(transfer, "booting_worker", lambda: self):
+            self.transfer = transfer.RefitTransferEngine(None, self.vllm_config, torch.device("cpu"), nn.Module())
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.transfer.invite(init_info)
+        self.transfer.init_transfer_engine(self.transfer.parse_init_info(init_info))
 
     def start_weight_update(self) -> None:
         if self._weight_update_active:
@@ -92,7 +112,7 @@ class Worker:
         if not self._weight_update_active:
             raise RuntimeError("start_weight_update must be called before update_weights")
         try:
-            self.transfer.receive(update_info)
+            self.transfer.update_weights(update_info)
         except BaseException:
             self._weight_update_active = False
             raise
@@ -100,7 +120,7 @@ class Worker:
     def finish_weight_update(self) -> None:
         if not self._weight_update_active:
             raise RuntimeError("finish_weight_update called without a matching start_weight_update")
-        self.transfer.finish()
+        self.transfer.finish_weight_update()
         self._weight_update_active = False
 
 
@@ -109,18 +129,17 @@ class Engine:
 
     Args:
         cluster: The ranks.
-        check: See `TransferRank`.
+        num_replicas: How many there are of it behind its client.
     """
 
-    def __init__(self, cluster: Cluster, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, cluster: Cluster, num_replicas: int = 1) -> None:
         self.cluster = cluster
         self.events: list[str] = []
         self.weight_version: str | None = None
         self.before: Callable[[str, Any], object] = lambda method, argument: None
         self.reached = list(range(len(cluster.ranks)))
         self._replies: list[deque[tuple[int, Any]]] = [deque() for _ in cluster.ranks]
-        servers = [RankServer(lambda rank=rank: rank) for rank in cluster.ranks]
-        self.workers = [Worker(rank, len(servers), server, check) for rank, server in enumerate(servers)]
+        self.workers = [Worker(rank, num_replicas) for rank in cluster.ranks]
         self._line = threading.Lock()
 
     @property

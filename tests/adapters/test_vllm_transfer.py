@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fp8refit_vllm import transfer_driver, weight_source
-from fp8refit_vllm.transfer_rank import Letter
+from fp8refit_vllm.transfer_driver import Letter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -173,7 +173,7 @@ def test_invitations_that_nobody_can_be_told_of_fail(asked, engine):
 
 
 def test_a_trainer_that_is_not_there_is_named(engine, monkeypatch):
-    monkeypatch.setattr("fp8refit_vllm.transfer_rank.FINDING_S", 0.5)
+    monkeypatch.setattr("fp8refit_vllm.transfer.FINDING_S", 0.5)
     with pytest.raises(RuntimeError, match=r"the trainer cannot be reached at 127\.0\.0\.1:1"):
         engine.init_weight_transfer_engine(stranger())
 
@@ -205,11 +205,8 @@ def test_an_engine_that_cannot_read_the_letter_says_what_to_install(engine, open
 
 
 def test_an_engine_that_cannot_be_refitted_says_why(cluster, open_session):
-    def check() -> None:
-        raise UnsupportedEngineError("the engine runs 2 data-parallel replicas")
-
     with pytest.raises(UnsupportedEngineError, match="2 data-parallel replicas"):
-        open_session(Engine(cluster, check))
+        open_session(Engine(cluster, num_replicas=2))
 
 
 def test_an_engine_without_the_backend_says_what_to_set(engine, open_session):
@@ -356,7 +353,7 @@ def test_an_update_that_is_not_ended_says_what_is_in_place(engine, session, open
 
 def test_after_a_shutdown_of_the_engines_side_the_trainer_is_told(engine, session, cluster):
     for worker in engine.workers:
-        worker.transfer.close()
+        worker.transfer.shutdown()
     with pytest.raises(EngineLostError, match="weight transfer was shut down"):
         session.send(cluster.make_policy(seed=1))
     assert engine.is_in_step

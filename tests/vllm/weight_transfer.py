@@ -8,7 +8,7 @@ from typing import Any
 from engines import PROMPTS, booted_dummy, live_bytes, make_policy, refused
 from fp8refit_vllm.compat import takes_version
 from fp8refit_vllm.trainer import RefitTrainer, RefitTrainerInitInfo
-from fp8refit_vllm.transfer_rank import Letter
+from fp8refit_vllm.transfer_driver import Letter
 from servers import KEY, Server
 from subject import NOISE, Subject, booted_as
 from vllm import LLM
