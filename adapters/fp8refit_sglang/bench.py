@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fp8refit.bench.eager import eager_checkpoint
 from fp8refit.bench.engine import Strategy
+from fp8refit.bench.policies import in_buckets
 from fp8refit.bench.shapes import block_fp8
 from fp8refit.driver.refitter import Refitter
 from fp8refit.live.layout import EngineLayout
@@ -74,7 +75,7 @@ def update_in_buckets(engine: Any, tensors: Iterable[tuple[str, Tensor]], bucket
     has_sessions = hasattr(engine, "begin_weight_update")  # 0.5.17 has none
     if has_sessions:
         _check(engine.begin_weight_update())
-    for bucket in _buckets(tensors, bucket_bytes):
+    for bucket in in_buckets(tensors, bucket_bytes):
         _send(engine, bucket)
     if has_sessions:
         _check(engine.end_weight_update())
@@ -98,19 +99,6 @@ def _check(answer: Any) -> None:
     success = answer[0] if isinstance(answer, tuple) else getattr(answer, "success", True)
     if not success:
         raise AssertionError(f"SGLang refused an update in a benchmark: {answer}")
-
-
-def _buckets(named: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Pack tensors, in order, into buckets of at most `max_bytes`. A larger tensor gets a bucket of its own."""
-    bucket: list[tuple[str, Tensor]] = []
-    num_bytes = 0
-    for name, tensor in named:
-        if bucket and num_bytes + tensor.nbytes > max_bytes:
-            yield bucket
-            bucket, num_bytes = [], 0
-        bucket.append((name, tensor))
-        num_bytes += tensor.nbytes
-    yield bucket
 
 
 def boot(model: Path, *, tp: int) -> SglangBench:

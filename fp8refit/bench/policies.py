@@ -1,6 +1,6 @@
 """Weights for any engine: random, from a seed, with outlier channels like real ones."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -58,6 +58,19 @@ def stream(metadata: Mapping[str, TensorMeta], seed: int, device: torch.device) 
         tensor = _empty(meta, device)
         _fill_one(tensor, seed, index)
         yield name, tensor
+
+
+def in_buckets(named: Iterable[tuple[str, Tensor]], max_bytes: int | None) -> Iterator[list[tuple[str, Tensor]]]:
+    """Pack tensors, in order, into buckets of at most `max_bytes`, or into one. A larger tensor gets a bucket of its own."""
+    bucket: list[tuple[str, Tensor]] = []
+    num_bytes = 0
+    for name, tensor in named:
+        if bucket and max_bytes is not None and num_bytes + tensor.nbytes > max_bytes:
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket.append((name, tensor))
+        num_bytes += tensor.nbytes
+    yield bucket
 
 
 def _empty(meta: TensorMeta, device: torch.device) -> Tensor:
