@@ -1,19 +1,12 @@
-"""What `run_broadcast.py` does."""
+"""A trainer on one GPU and vLLM engines on others."""
 
-import argparse
-import json
-import os
-import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import policies
 import torch
-import vllm
 from broadcast_observer import TIMEOUT_S, broadcast_rate
-from layout_modes import DUMMY, SHORT, settings
-from measuring import PROMPTS, log
-from vllm import LLM
+from harness import WHOLE, free_bytes, log, time_call
+from live_engines import PROMPTS, Vllm, gpus_alone
 
 from fp8refit import Broadcaster, NonFiniteError, Refitter
 from fp8refit.transport.collective.communicator import Communicator
@@ -29,7 +22,7 @@ DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
 class Ways:
     """The same policy by every way that it can go."""
 
-    def __init__(self, llms: list[LLM]) -> None:
+    def __init__(self, llms: list) -> None:
         self.fp8 = Broadcaster(llms, timeout_s=TIMEOUT_S)
         self.bf16 = Broadcaster(llms, timeout_s=TIMEOUT_S, collective={"wire": "bf16"})
         self.pulls = [Refitter(llm, timeout_s=TIMEOUT_S) for llm in llms]
@@ -42,58 +35,27 @@ class Ways:
         return self.fp8.fingerprints()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--shape", default="qwen3-8b")
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    args.work.mkdir(parents=True, exist_ok=True)
-    torch.cuda.init()  # sees the GPUs of this moment: engines are given some of them each
-    num_gpus = torch.cuda.device_count()
-    llms = [boot(args, replica) for replica in range(args.replicas)]
-    trainer = torch.device("cuda", args.replicas * args.tp)
-    assert trainer.index < num_gpus, f"{num_gpus=}"
-    torch.cuda.set_device(trainer)
-    found = {
-        "gpu": torch.cuda.get_device_name(trainer),
-        "versions": {"torch": torch.__version__, "vllm": vllm.__version__, "cuda": torch.version.cuda},
-        "nccl": list(torch.cuda.nccl.version()),
-        **measure(llms, args, trainer),
-    }
-    args.out.write_text(json.dumps(found))
-    for llm in llms:
-        llm.llm_engine.engine_core.shutdown()
-
-
-def boot(args: argparse.Namespace, replica: int) -> LLM:
-    """An engine of noise, on GPUs of its own."""
-    model = args.work / f"dummy-{args.tp}"
-    policies.write_config(args.shape, model)
-    all_gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = all_gpus.split(",") if all_gpus else [str(index) for index in range(torch.cuda.device_count())]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[replica * args.tp : (replica + 1) * args.tp])
-    try:
-        llm = LLM(
-            **settings(
-                model,
-                tensor_parallel_size=args.tp,
-                worker_extension_cls="broadcast_observer.BroadcastObserver",
-                **DUMMY,
+def run_broadcast(args) -> dict:
+    engines = []
+    for replica in range(args.replicas):
+        policies.write_config(args.shape, args.work / f"dummy-{args.tp}")
+        observer = {"worker_extension_cls": "broadcast_observer.BroadcastObserver"}
+        with gpus_alone(replica * args.tp, args.tp):
+            engines.append(
+                Vllm(args.work / f"dummy-{args.tp}", is_noise=True, tensor_parallel_size=args.tp, **observer)
             )
-        )
-    finally:
-        del os.environ["CUDA_VISIBLE_DEVICES"]
-        if all_gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = all_gpus
-    log(f"booted replica {replica}")
-    return llm
+    trainer = torch.device("cuda", args.replicas * args.tp)
+    assert trainer.index < torch.cuda.device_count(), f"{torch.cuda.device_count()=}"
+    torch.cuda.set_device(trainer)
+    found = measure(engines, args, trainer)
+    for engine in engines:
+        engine.shutdown()
+    return found | {"nccl": list(torch.cuda.nccl.version())}
 
 
-def measure(llms: list[LLM], args: argparse.Namespace, trainer: torch.device) -> dict:
+def measure(engines: list[Vllm], args, trainer: torch.device) -> dict:
     policy = policies.fill_policy(policies.allocate(args.shape), 1)
+    llms = [engine.candidate for engine in engines]
     ways = Ways(llms)
     found: dict = {"fingerprints": compare(ways, policy), "broadcast_bytes_a_second": [], "rounds": []}
     log("compared")
@@ -123,7 +85,7 @@ def measure(llms: list[LLM], args: argparse.Namespace, trainer: torch.device) ->
     found["by_bucket_bytes"] = {num_bytes: steady(llms, policy, num_bytes) for num_bytes in OTHER_BUCKET_BYTES}
     log("timed in other buckets")
     found["steady_bf16"] = [timed(ways.bf16.push, policy) for _ in range(3 + NUM_ROUNDS)][3:]
-    found["load"] = push_under_load(llms, ways, policy)
+    found["load"] = push_under_load(engines, ways, policy)
     log("pushed under load")
     found["nan"] = push_nan(ways, policy)
     ways.fp8.close()
@@ -141,7 +103,7 @@ def compare(ways: Ways, policy: dict) -> dict:
     return found
 
 
-def measure_rate(llms: list[LLM], tp: int, trainer: torch.device) -> float:
+def measure_rate(llms: list, tp: int, trainer: torch.device) -> float:
     """Bytes a second to the slowest rank, of NCCL's broadcasts alone."""
     opened = Communicator.open(host="127.0.0.1", port=0, size=1 + tp * len(llms), backend="nccl", timeout_s=TIMEOUT_S)
     meeting = opened.meeting.model_dump_json()
@@ -159,31 +121,25 @@ def measure_rate(llms: list[LLM], tp: int, trainer: torch.device) -> float:
 
 
 def timed(push, policy: dict) -> dict:
-    torch.cuda.synchronize()
-    start_s = time.perf_counter()
-    report = push(policy)
-    wall_s = time.perf_counter() - start_s
+    wall_s, _, report = time_call(lambda: push(policy))
     reports = report if isinstance(report, list) else [report]
     return {"wall_s": wall_s, "phases_s": [report.phases_s for report in reports]}
 
 
-def steady(llms: list[LLM], policy: dict, bucket_bytes: int) -> list[dict]:
+def steady(llms: list, policy: dict, bucket_bytes: int) -> list[dict]:
     """Pushes in buckets of another size, once the first ones have compiled what they need."""
     with Broadcaster(llms, timeout_s=TIMEOUT_S, bucket_bytes=bucket_bytes) as broadcaster:
         return [timed(broadcaster.push, policy) for _ in range(3 + NUM_ROUNDS)][3:]
 
 
-def push_under_load(llms: list[LLM], ways: Ways, policy: dict) -> dict:
+def push_under_load(engines: list[Vllm], ways: Ways, policy: dict) -> dict:
     """Pushes and requests in turn: seconds, tokens, and memory that was free once everything was there."""
     free, tokens, seconds = [], [], []
-    load = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     for step in range(NUM_PUSHES):
         policies.fill_policy(policy, 1 + step % 2)
         seconds.append(timed(ways.fp8.push, policy)["wall_s"])
-        outputs = [llm.generate(load, SHORT, use_tqdm=False) for llm in llms]
-        tokens.append([[list(one.outputs[0].token_ids) for one in of_llm] for of_llm in outputs])
-        memory = [rank["free"] for llm in llms for rank in llm.collective_rpc("observe_memory")]
-        free.append([*memory, torch.cuda.mem_get_info()[0]])
+        tokens.append([engine.say(PROMPTS, 4) for engine in engines])
+        free.append([*(rank["free"] for engine in engines for rank in engine.ask("memory")), free_bytes()])
     return {"seconds": seconds, "tokens": tokens, "free_bytes": free}
 
 
@@ -202,3 +158,7 @@ def push_nan(ways: Ways, policy: dict) -> dict:
     was_dirty = ways.fp8.is_dirty
     ways.fp8.push(policy)
     return {"names": names, "was_dirty": was_dirty, "healed": ways.fingerprints() == before}
+
+
+OPTIONS = {"tp": WHOLE, "replicas": WHOLE}
+MODES = {"push": run_broadcast}

@@ -4,7 +4,7 @@ import logging
 import time
 
 import torch
-from observer import Observer
+from live_model import Observer
 
 from fp8refit.transport.collective.communicator import Communicator, Meeting
 

@@ -1,33 +1,114 @@
-"""Checkpoints of policy 1 that engines boot from, to be compared with refitted ones."""
+"""What refitted engines are compared with: checkpoints of policy 1 that others boot from, and the specification in torch."""
 
 import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import policies
-from measuring import log
+import torch
+from harness import log
 from safetensors.torch import save_file
+from torch import Tensor
 
+from fp8refit import Refitter
+from fp8refit.bench.shapes import block_fp8
 from fp8refit.checkpoint import quantize_checkpoint
+from fp8refit.kernels.reference import quantize_reference
 from fp8refit.live.layout import EngineLayout
+from fp8refit.live.slots import Slot
+
+SHARD_BYTES = 2 << 30
 
 
-def write_checkpoints(shape: str, work: Path) -> None:
-    """Quantize policy 1, on the GPU of this process, for every engine that left its `layout-*.json` in `work`."""
-    file = work / "bf16" / "model.safetensors"
-    if not file.exists():
-        policy = policies.fill_policy(policies.allocate(shape), 1)
-        policies.write_config(shape, work / "bf16")
-        tensors = policies.expert_by_expert(policy)
-        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+def kernels_of(layout: EngineLayout) -> list[tuple[str, str]]:
+    """Of an engine, each with its scale format."""
+    return sorted({(slot.kernel, str(slot.scale_format)) for slot in layout.slots if slot.scale_format})
+
+
+def write_layout(layout: EngineLayout, work: Path, name: object) -> None:
+    """For `write_checkpoints` and `fp8_folder`."""
+    (work / f"layout-{name}.json").write_text(layout.model_dump_json())
+
+
+def write_checkpoints(shape: str, work: Path, policy: dict[str, Tensor] | None = None) -> None:
+    """Quantize policy 1, on the GPU of this process, for every engine that left its layout in `work`."""
+    folder = work / "bf16"
+    if not (folder / "config.json").exists():
+        policy = policies.fill_policy(policies.allocate(shape), 1) if policy is None else policy
+        write_shards(policies.expert_by_expert(policy).items(), folder)
+        policies.write_config(shape, folder)
     for file in sorted(work.glob("layout-*.json")):
-        layout = EngineLayout.model_validate_json(file.read_text())
-        folder = fp8_folder(work, layout)
-        if not folder.exists():
-            log(f"write {folder.name}")
-            quantize_checkpoint(work / "bf16", folder, like=layout)
+        fp8 = fp8_folder(work, file.stem.removeprefix("layout-"))
+        if not fp8.exists():
+            log(f"write {fp8.name}")
+            quantize_checkpoint(folder, fp8, like=EngineLayout.model_validate_json(file.read_text()))
 
 
-def fp8_folder(work: Path, layout: EngineLayout) -> Path:
-    """Engines whose kernels want the same scale formats boot from the same checkpoint."""
+def fp8_folder(work: Path, name: object) -> Path:
+    """Of an engine. Those whose kernels want the same scale formats boot from the same checkpoint."""
+    layout = EngineLayout.model_validate_json((work / f"layout-{name}.json").read_text())
     formats = sorted((slot.name, str(slot.scale_format)) for slot in layout.slots)
     return work / f"fp8-{hashlib.sha256(repr(formats).encode()).hexdigest()[:12]}"
+
+
+def write_specified(shape: str, policy: dict[str, Tensor], layout: EngineLayout, folder: Path) -> None:
+    """The block-FP8 checkpoint of a policy, by the specification in torch: what an engine boots from that no refit wrote to."""
+    policies.write_config(shape, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": block_fp8(folder)}))
+    write_shards(as_specified(policy, layout), folder)
+
+
+def as_specified(policy: dict[str, Tensor], layout: EngineLayout) -> Iterator[tuple[str, Tensor]]:
+    formats = {slot.name: slot.format for slot in layout.slots if slot.format is not None}
+    for name, tensor in policy.items():
+        if name in formats:
+            codes, scale, _ = quantize_reference(tensor, formats[name])
+            yield name, codes
+            yield f"{name}_scale_inv", scale
+        else:
+            yield name, tensor
+
+
+def slots_of(refitter: Refitter) -> tuple[Slot, ...]:
+    """Of the rank in this process."""
+    return refitter._engine.ranks.rank.target.live.inventory.slots
+
+
+def count_wrong(refitter: Refitter, policy: dict[str, Tensor]) -> int:
+    """Slots whose live bytes differ from what the torch specification makes of the policy."""
+    return sum(not _holds(slot, policy[slot.name]) for slot in slots_of(refitter))
+
+
+def _holds(slot: Slot, source: Tensor) -> bool:
+    if not slot.is_quantized:
+        return torch.equal(source.to(slot.weight.dtype), slot.weight)
+    codes, scale, _ = quantize_reference(source, slot.format)
+    return torch.equal(codes.view(torch.uint8), slot.weight.view(torch.uint8)) and torch.equal(scale, slot.scale)
+
+
+def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """Several files and their index, of tensors that are taken one by one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weight_map: dict[str, str] = {}
+    with ThreadPoolExecutor(4) as pool:
+        writing = []
+        for index, shard in enumerate(_shards(tensors)):
+            file = f"model-{index:05d}.safetensors"
+            weight_map |= dict.fromkeys(shard, file)
+            writing.append(pool.submit(save_file, shard, folder / file, metadata={"format": "pt"}))
+        for future in writing:
+            future.result()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        shard[name] = tensor.to("cpu", copy=True).contiguous()
+        if sum(held.nbytes for held in shard.values()) > SHARD_BYTES:
+            yield shard
+            shard = {}
+    yield shard

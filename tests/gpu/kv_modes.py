@@ -1,22 +1,25 @@
-"""What `run_kv.py` does in each of its modes."""
+"""One engine, or one model of transformers, with an FP8 KV cache.
 
-import argparse
+vllm, sglang         its scales; with `--kv auto` a BF16 KV cache, whose result is the reference of the others
+vllm-sleep           scales that are set before the KV cache wakes up
+transformers-FORMAT  an independent pass with unquantized attention; ue8m0 or fp32
+"""
+
 import json
 import math
-import os
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import policies
 import torch
-from kv_engines import boot_sglang, boot_vllm, versions
-from measuring import log, wait_for_gpu
+from harness import WHOLE, log, timed
+from live_engines import Engine, Sglang, Vllm
 from torch import Tensor
 
 from fp8refit import Refitter, UnsupportedEngineError
+from fp8refit.config import KvOrder, RefitConfig
 from tests.outliers import with_outliers
 
 CALIBRATION = [[(37 * i * i + 11 * j + 13 * i * j) % 50000 + 100 for j in range(512)] for i in range(16)]
@@ -30,33 +33,26 @@ FACTORS = (1 / 40, 512, 256, 512)
 NUM_ROUNDS = 7
 
 
-class Engine(Protocol):
-    """A live engine, as the modes here see it."""
-
-    candidate: object
-    """For `Refitter`."""
-
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probability of every token but the first, by one prefill."""
-        ...
-
-    def continue_(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Greedy tokens and their log-probabilities."""
-        ...
-
-    def num_cached(self, prompt: Sequence[int]) -> int:
-        """How many tokens of a prompt the prefix cache had."""
-        ...
-
-    def drop_caches(self) -> None: ...
-
-    def num_replays(self) -> int:
-        """CUDA graphs replayed so far, on rank 0."""
-        ...
-
-    def prefill_s(self) -> float:
-        """Seconds that the engine's normal prefill of `CALIBRATION` takes."""
-        ...
+def boot(args, **options: Any) -> Engine:
+    """A dummy engine with CUDA graphs; vLLM's in this process if it is one rank's."""
+    policies.write_config(args.shape, args.work / "dummy")
+    if args.backend:
+        options["attention_backend"] = args.backend
+    if args.mode == "sglang":
+        kv_cache = "fp8_e4m3" if args.kv == "fp8" else "auto"
+        own = {"kv_cache_dtype": kv_cache, "tp_size": args.tp, "chunked_prefill_size": 8192}
+        return Sglang(args.work / "dummy", is_noise=True, **own | options)
+    return Vllm(
+        args.work / "dummy",
+        is_inside=args.tp == 1,
+        is_noise=True,
+        is_compiled=True,
+        kv_cache_dtype=args.kv,
+        tensor_parallel_size=args.tp,
+        max_num_batched_tokens=8192,
+        kv_cache_memory_bytes=8 << 30,  # else vLLM would profile, which fails if another process ends meanwhile
+        **options,
+    )
 
 
 def make_policies(shape: str) -> dict[str, dict[str, Tensor]]:
@@ -143,9 +139,9 @@ def run_scales(engine: Engine, args) -> dict:
         result["scales"][f"calm {name}"] = report.kv.scales
     refitter.refit(made["outliers"], calibration=CALIBRATION)
     log("decode against prefill")
-    replays = engine.num_replays()
+    replays = engine.ask("replays")[0]
     tokens, decoded = engine.continue_(PROMPTS, NUM_NEW)
-    result["graph_replays"] = engine.num_replays() - replays
+    result["graph_replays"] = engine.ask("replays")[0] - replays
     scores = engine.score([[*prompt, *new] for prompt, new in zip(PROMPTS, tokens, strict=True)])
     result["decode_against_prefill"] = mean_difference(decoded, [row[-NUM_NEW:] for row in scores])
     log("prefix cache")
@@ -153,7 +149,7 @@ def run_scales(engine: Engine, args) -> dict:
     before = engine.num_cached(CACHED)
     refitter.refit(made["outliers"], calibration=CALIBRATION)
     result["cached_tokens"] = {"before": before, "after": engine.num_cached(CACHED), "again": engine.num_cached(CACHED)}
-    result["live_scales"] = engine.live_scales()
+    result["live_scales"] = engine.ask("kv_scales")[0]
     log("cost")
     result["cost"] = measure_cost(engine, refitter)
     return result
@@ -171,42 +167,59 @@ def mean_difference(left: list[list[float]], right: list[list[float]]) -> float:
     return found if math.isfinite(found) else float("inf")
 
 
-def measure_cost(engine: Any, refitter: Refitter) -> dict:
+def measure_cost(engine: Engine, refitter: Refitter) -> dict:
     """Seconds of one calibration, and of prefills of the same tokens, interleaved."""
-    rounds: list[dict[str, float]] = []
-    for _ in range(NUM_ROUNDS + 2):
-        found = {"calibration": refitter.calibrate(CALIBRATION).seconds, "engine's prefill": engine.prefill_s()}
-        if engine.is_rank_here:
-            found |= {
-                "measured pass": engine.same_pass_s(refitter, CALIBRATION, is_measured=True),
-                "same pass, not measured": engine.same_pass_s(refitter, CALIBRATION, is_measured=False),
-                "engine's eager prefill": engine.eager_prefill_s(),
-            }
-        rounds.append(found)
-    return {name: statistics.median(row[name] for row in rounds[2:]) for name in rounds[0]} | {
+    ways: dict[str, Callable[[], float]] = {
+        "calibration": lambda: refitter.calibrate(CALIBRATION).seconds,
+        "engine's prefill": lambda: engine.prefill_s(CALIBRATION),
+    }
+    if engine.worker is not None:
+        live = refitter._engine.ranks.rank.target.live
+        order, settings = KvOrder(token_ids=CALIBRATION), RefitConfig().kv
+        sequences = [torch.tensor(ids, device=policies.DEVICE) for ids in CALIBRATION]
+        prefill = torch.inference_mode()(lambda: live.kv._cache.prefill(sequences, lambda *_: None))
+        ways |= {
+            "measured pass": lambda: timed(lambda: live.kv.measure(order, settings))[0],
+            "same pass, not measured": lambda: timed(prefill)[0],
+            "engine's eager prefill": lambda: eager_prefill_s(engine),
+        }
+    rounds = [{name: measure() for name, measure in ways.items()} for _ in range(NUM_ROUNDS + 2)]
+    return {name: statistics.median(row[name] for row in rounds[2:]) for name in ways} | {
         "num_tokens": sum(map(len, CALIBRATION))
     }
 
 
-def run_vllm(args) -> dict:
-    engine = boot_vllm(args, CALIBRATION)
-    return (run_scales if args.kv == "fp8" else run_reference)(engine, args)
+def eager_prefill_s(engine: Vllm) -> float:
+    """vLLM's own prefill, with its model called as it is, not compiled."""
+    from vllm import forward_context
+
+    create = forward_context.create_forward_context
+
+    def not_compiled(*arguments, **keywords):
+        context = create(*arguments, **keywords)
+        context.skip_compiled = True
+        return context
+
+    forward_context.create_forward_context = not_compiled
+    try:
+        return engine.prefill_s(CALIBRATION)
+    finally:
+        forward_context.create_forward_context = create
 
 
-def run_sglang(args) -> dict:
-    engine = boot_sglang(args, CALIBRATION)
-    return (run_scales if args.kv == "fp8" else run_reference)(engine, args)
+def run_engine(args) -> dict:
+    return (run_scales if args.kv == "fp8" else run_reference)(boot(args), args)
 
 
 def run_vllm_sleep(args) -> dict:
     """Scales set before the KV cache wakes up are there when it has."""
     result = {}
-    engine = boot_vllm(args, CALIBRATION, enable_sleep_mode=True)
+    engine = boot(args, enable_sleep_mode=True)
     llm, refitter, policy = engine.candidate, Refitter(engine.candidate), make_policies(args.shape)["outliers"]
     refitter.refit(policy, calibration=CALIBRATION)
     engine.drop_caches()
     result["said"] = engine.continue_(PROMPTS, NUM_NEW)
-    result["live_scales"] = engine.live_scales()
+    result["live_scales"] = engine.ask("kv_scales")[0]
     for level in (1, 2):
         log(f"sleep level {level}")
         llm.sleep(level=level)
@@ -216,12 +229,12 @@ def run_vllm_sleep(args) -> dict:
         engine.drop_caches()
         result[f"level {level}"] = {
             "scales": scales,
-            "live_scales": engine.live_scales(),
+            "live_scales": engine.ask("kv_scales")[0],
             "said": engine.continue_(PROMPTS, NUM_NEW),
         }
         llm.sleep(level=1)
         llm.wake_up()
-        result[f"level {level}"]["live_scales_after_a_nap"] = engine.live_scales()
+        result[f"level {level}"]["live_scales_after_a_nap"] = engine.ask("kv_scales")[0]
     return result
 
 
@@ -264,36 +277,16 @@ def run_transformers(args) -> dict:
     return {"amax": result}
 
 
-MODES: dict[str, Callable] = {
-    "vllm": run_vllm,
+OPTIONS = {
+    "kv": {"choices": ("fp8", "auto"), "default": "fp8"},
+    "tp": WHOLE,
+    "backend": {},
+    "reference": {"type": Path},
+}
+MODES = {
+    "vllm": run_engine,
     "vllm-sleep": run_vllm_sleep,
-    "sglang": run_sglang,
+    "sglang": run_engine,
     "transformers-ue8m0": run_transformers,
     "transformers-fp32": run_transformers,
 }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("mode", choices=list(MODES))
-    parser.add_argument("--shape", required=True)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--kv", choices=("fp8", "auto"), default="fp8")
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--backend")
-    parser.add_argument("--reference", type=Path)
-    args = parser.parse_args()
-    args.work.mkdir(parents=True, exist_ok=True)
-    start_s = time.perf_counter()
-    result = MODES[args.mode](args)
-    wait_for_gpu()
-    result |= {
-        "versions": versions(),
-        "gpu": torch.cuda.get_device_name(),
-        "seconds": time.perf_counter() - start_s,
-        "arguments": {key: str(value) for key, value in vars(args).items()},
-    }
-    args.out.write_text(json.dumps(result))
-    log("done")
-    os._exit(0)  # what Python and engines take down after this says nothing

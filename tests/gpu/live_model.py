@@ -1,13 +1,19 @@
 """Looks at one rank's live model from inside its process, without fp8refit. Counts CUDA graphs from the import on.
 
-`state` is a model's `state_dict()`: every parameter and persistent buffer, by the engine's own name.
+`state` is a model's `state_dict()`: every parameter and persistent buffer, by the engine's own name. If asked, it also has the
+rank compile fp8refit's kernels, or tells what fp8refit makes of the model.
 """
 
 import hashlib
 import os
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 _replay = torch.cuda.CUDAGraph.replay
@@ -20,6 +26,20 @@ def _counted(graph: torch.cuda.CUDAGraph) -> None:
 
 
 torch.cuda.CUDAGraph.replay = _counted
+
+
+def look(what: str, state: dict[str, Tensor]) -> Any:
+    """What every engine can be asked."""
+    looks = {
+        "live_bytes": lambda: hash_bytes(state),
+        "checksum": lambda: checksum(state),
+        "places": lambda: {name: tensor.data_ptr() for name, tensor in state.items()},
+        "replays": lambda: _replays[0],
+        "memory": memory,
+        "compile": compile_kernels,
+        "end_of_work": lambda: torch.cuda.synchronize() if torch.cuda.is_available() else None,
+    }
+    return looks[what]()
 
 
 def hash_bytes(state: dict[str, Tensor]) -> dict[str, str]:
@@ -39,28 +59,94 @@ def checksum(state: dict[str, Tensor]) -> int:
     return total
 
 
-def places(state: dict[str, Tensor]) -> dict[str, int]:
-    """Address of each."""
-    return {name: tensor.data_ptr() for name, tensor in state.items()}
-
-
-def num_replays() -> int:
-    """CUDA graphs replayed so far in this process."""
-    return _replays[0]
-
-
 def memory() -> dict[str, int]:
-    """Bytes: free on this GPU, the most that torch held since the last call, what it holds; open files."""
-    found = {"free": 0, "peak": 0, "allocated": 0, "num_files": len(os.listdir("/proc/self/fd"))}
+    """Bytes that are free on this GPU, and how many files are open."""
+    free = 0
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-        found |= {
-            "free": torch.cuda.mem_get_info()[0],
-            "peak": torch.cuda.max_memory_allocated(),
-            "allocated": torch.cuda.memory_allocated(),
+        free = torch.cuda.mem_get_info()[0]
+    return {"free": free, "num_files": len(os.listdir("/proc/self/fd"))}
+
+
+def compile_kernels() -> float:
+    """Compile what every refit launches, so that the first one shows what it takes by itself. Returns seconds.
+
+    In the process that refits: an engine's may have a cache of Triton's of its own.
+    """
+    if not torch.cuda.is_available():
+        return 0.0
+    from fp8refit.kernels.triton_table import TritonTable
+    from fp8refit.kernels.work import Task
+    from fp8refit.live.formats import BlockFormat
+    from fp8refit.live.slots import FP8_DTYPE, Op
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    source = torch.zeros(256, 256, dtype=torch.bfloat16, device=device)
+    codes, scale = torch.zeros_like(source, dtype=FP8_DTYPE), torch.zeros(2, 2, device=device)
+    quantize = Task(op=Op.QUANTIZE, source=source, offset=(0, 0), target=codes, scale=scale, format=BlockFormat())
+    copy = Task(op=Op.COPY, source=source, offset=(0, 0), target=torch.zeros_like(source))
+    start_s = time.perf_counter()
+    TritonTable([quantize, copy], device).launch(check=True)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start_s
+
+
+class Observer:
+    """What `collective_rpc` reaches on every rank of vLLM's: `worker_extension_cls="live_model.Observer"`."""
+
+    def observe_rank(self, what: str) -> Any:
+        model = self.model_runner.get_model()
+        own = {
+            "kv_scales": lambda: self._observed_scales(model),
+            "loader": lambda: self._observed_loader(model),
+            "held": lambda: self._observed_holdings(model),
         }
-        torch.cuda.reset_peak_memory_stats()
-    return found
+        return own[what]() if what in own else look(what, model.state_dict())
+
+    def observe_reload(self, folder: str) -> None:
+        """vLLM's own reload, from the files of a checkpoint: an engine of noise does not take their path."""
+        self.reload_weights(weights_iterator=_read(Path(folder)))
+
+    def _observed_scales(self, model) -> dict[str, float]:
+        """Every copy of every scale of the KV cache."""
+        return {
+            f"{name}.{key}": float(value)
+            for name, module in model.named_modules()
+            if hasattr(module, "_k_scale_float")
+            for key, value in (vars(module) | module._buffers).items()
+            if key.startswith(("_q_scale", "_k_scale", "_v_scale")) and value is not None
+        }
+
+    def _observed_loader(self, model) -> dict:
+        from fp8refit_vllm.layout import VllmRules
+        from fp8refit_vllm.twin import twin_of
+        from model_costs import cost_of_tracing
+
+        from fp8refit.tracing.inventory import inventory_of
+
+        return cost_of_tracing(
+            model,
+            lambda: twin_of(self.vllm_config),
+            lambda model, twin: inventory_of(model, VllmRules(), twin),
+        )
+
+    def _observed_holdings(self, model) -> dict:
+        from fp8refit_vllm.twin import _apart, _built
+        from model_costs import holdings
+        from vllm.config import set_current_vllm_config
+
+        from fp8refit.tracing.twin import EmptyOnMeta
+
+        config = _apart(self.vllm_config)
+        with set_current_vllm_config(config):
+            return holdings(model, lambda: _built(config, EmptyOnMeta()))
+
+
+def _read(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - a handle, not a mapping
+                yield name, tensors.get_tensor(name)
 
 
 def _digest(item: tuple[str, Tensor]) -> tuple[str, str]:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8refit.bench.policies import fill as fill_policy
 from fp8refit.bench.shapes import SHAPES, write_config
 
 __all__ = ["SHAPES", "allocate", "expert_by_expert", "fill_policy", "tensor_shapes", "write_config"]
 
 HEAD_DIM = 128
-NUM_OUTLIERS = 6
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU is for trying a script on a tiny shape
 
 
@@ -100,19 +100,6 @@ def allocate(shape: str) -> dict[str, Tensor]:
         name: torch.empty(size, dtype=torch.float32 if "correction" in name else torch.bfloat16, device=DEVICE)
         for name, size in tensor_shapes(shape).items()
     }
-
-
-def fill_policy(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Write policy number `seed` into `tensors`, as an optimizer writes its weights: in place."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    for tensor in tensors.values():
-        if tensor.ndim == 1:
-            tensor.normal_(1.0, 0.05, generator=generator)
-            continue
-        tensor.normal_(0.0, 0.02, generator=generator)
-        channels = torch.randint(tensor.shape[-1], (NUM_OUTLIERS,), generator=generator, device=DEVICE)
-        tensor[..., channels] *= 12
-    return tensors
 
 
 def expert_by_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

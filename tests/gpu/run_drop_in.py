@@ -17,21 +17,21 @@ import json
 import os
 import pickle
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import side_by_side
 import torch
-from measuring import gpu_name, timed
+from harness import timed
 from scripts import wait_for_turn
 
-HERE = Path(__file__).parent
-WAYS = {"trl": "0", "verl": "1"}
-"""Whether the engine has a process of its own."""
+DROP_IN = {"FP8REFIT_DROP_IN": "1", "FP8REFIT_QUANTIZATION": "fp8_per_block", "VLLM_USE_DEEP_GEMM": "0"}
+"""DeepGEMM compiles for minutes."""
+WAYS = {"trl": DROP_IN, "verl": DROP_IN}
+PROMPTS = [list(range(100, 140))]
 OURS, OWN, NOTHING = "drop-in", "vLLM's own reload", "the transfer alone"
 MPS = "CUDA_MPS_PIPE_DIRECTORY"
 """Set where both processes use the GPU through NVIDIA's multi-process service, without turns."""
@@ -41,55 +41,14 @@ ALIGNMENT_BYTES = 16
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--shape", default="qwen3-8b")
-    parser.add_argument("--way", choices=WAYS)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser = side_by_side.parser_of("way", WAYS, rounds=9)
     parser.add_argument("--bucket-mib", type=int, default=512, help="of verl's update_weights_bucket_megabytes")
-    parser.add_argument("--here", action="store_true", help="in this process, which then is the trainer's")
-    arguments = parser.parse_args()
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    if arguments.here:
-        measure(arguments)
-        return
-    found: dict[str, Any] = {"command": f"python {' '.join(sys.argv)}", "shape": arguments.shape, "ways": {}}
-    found["has_mps"] = MPS in os.environ
-    os.environ.setdefault("FP8REFIT_TURN", str(arguments.out.with_suffix(".turn")))
-    parts = {
-        way: arguments.out.with_name(f"{arguments.out.stem}.{way}.part.json")
-        for way in ([arguments.way] if arguments.way else WAYS)
-    }
-    started = {}
-    for way, part in parts.items():
-        part.unlink(missing_ok=True)
-        command = [sys.executable, __file__, "--here", "--way", way, "--out", str(part), "--shape", arguments.shape]
-        command += ["--rounds", str(arguments.rounds), "--bucket-mib", str(arguments.bucket_mib)]
-        started[way] = subprocess.Popen(command, env=environment(way))
-    codes = []
-    for way, part in parts.items():
-        codes.append(abs(started[way].wait()))
-        found["ways"][way] = json.loads(part.read_text()) if part.exists() else {}
-        part.unlink(missing_ok=True)
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
-    for way, result in found["ways"].items():
+    side_by_side.run(parser.parse_args(), "way", WAYS, measure, show, has_mps=MPS in os.environ)
+
+
+def show(results: dict) -> None:
+    for way, result in results.items():
         print(way, json.dumps({key: value for key, value in result.items() if key != "ms"}, indent=1))
-    sys.exit(max(codes))
-
-
-def environment(way: str) -> dict[str, str]:
-    paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {
-        "FP8REFIT_DROP_IN": "1",
-        "FP8REFIT_QUANTIZATION": "fp8_per_block",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join(paths),
-        "VLLM_USE_DEEP_GEMM": "0",  # it compiles for minutes
-        "VLLM_ENABLE_V1_MULTIPROCESSING": WAYS[way],
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    }
 
 
 def load(worker: Any, way: str, buckets: Iterator[list]) -> None:
@@ -155,7 +114,7 @@ class Receiver:
                 socket.send(b"")
             socket.send(b"")
 
-        _, _, extra_bytes = timed(lambda: load(self, way, buckets()))
+        _, extra_bytes, _ = timed(lambda: load(self, way, buckets()))
         socket.close()
         return {"peak_extra_bytes": extra_bytes}
 
@@ -201,46 +160,31 @@ def ask(socket: Any, message: bytes) -> None:
 
 def measure(arguments: argparse.Namespace) -> None:
     """Write what was found after every round."""
-    sys.path += [str(HERE.parent), str(HERE.parents[1])]
     import policies
-    import vllm
-    from surroundings import cpu_options
-    from vllm import LLM
+    from harness import about
+    from live_engines import SMALL, Vllm
 
     from fp8refit import Refitter
 
-    memory = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
     with tempfile.TemporaryDirectory() as folder:
         policies.write_config(arguments.shape, Path(folder))
-        llm = LLM(
-            model=folder,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            max_num_seqs=16,
-            enforce_eager=True,
-            worker_extension_cls="run_drop_in.Receiver",
-            **{"max_model_len": 2048} | (cpu_options() or memory),
-        )
+        options = {"load_format": "dummy", "enforce_eager": True, "worker_extension_cls": "run_drop_in.Receiver"}
+        engine = Vllm(Path(folder), is_inside=arguments.way == "trl", **SMALL | options)
+    llm = engine.candidate
     wait_for_turn()
     policy = policies.fill_policy(policies.allocate(arguments.shape), 1)
     items = list(policy.items())
     refitter = Refitter(llm)
-    prompt = {"prompt_token_ids": list(range(100, 140))}
-    sampling = vllm.SamplingParams(max_tokens=8, temperature=0, detokenize=False)
-
-    def tokens() -> list[int]:
-        return list(llm.generate([prompt], sampling, use_tqdm=False)[0].outputs[0].token_ids)
-
     transfer = by_ipc(llm, items, arguments.bucket_mib << 20) if arguments.way == "verl" else one_by_one(llm, items)
     refitter.refit(policy)
-    expected, told = refitter.fingerprints(), tokens()
+    expected, told = refitter.fingerprints(), engine.say(PROMPTS, 8)
     ms: dict[str, list[float]] = {OURS: [], OWN: [], NOTHING: []}
     checks: dict[str, object] = {"bytes": sum(tensor.nbytes for tensor in policy.values()), "tensors": len(policy)}
     for way in (OURS, NOTHING, OWN, OURS):  # once more, after vLLM's has touched the weights
         llm.collective_rpc("switch_way", args=(way,))
         for round_ in range(arguments.rounds + FIRST_ROUNDS):
             gc.collect()
-            found, seconds, _ = timed(lambda way=way: transfer(way))
+            seconds, _, found = timed(lambda way=way: transfer(way))
             if round_ >= FIRST_ROUNDS:
                 ms[way].append(1e3 * seconds)
             elif len(ms[way]) == 0:
@@ -250,16 +194,15 @@ def measure(arguments: argparse.Namespace) -> None:
                 checks["same bytes as a refit"] = (
                     checks.get("same bytes as a refit", True) and refitter.fingerprints() == expected
                 )
-                checks["same tokens as a refit"] = checks.get("same tokens as a refit", True) and tokens() == told
-        result = {
-            "gpu": gpu_name(),
-            "vllm": vllm.__version__,
-            "torch": torch.__version__,
+                checks["same tokens as a refit"] = (
+                    checks.get("same tokens as a refit", True) and engine.say(PROMPTS, 8) == told
+                )
+        result = about() | {
             "median_ms": {way: round(statistics.median(times), 2) for way, times in ms.items() if times},
             "checks": checks,
             "ms": ms,
         }
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        side_by_side.save(arguments.out, result)
 
 
 def one_by_one(llm: Any, items: list) -> Callable[[str], dict]:
@@ -268,7 +211,7 @@ def one_by_one(llm: Any, items: list) -> Callable[[str], dict]:
     worker = llm.llm_engine.model_executor.driver_worker.worker
 
     def transfer(way: str) -> dict:
-        _, _, extra_bytes = timed(lambda: load(worker, way, ([item] for item in items)))
+        _, extra_bytes, _ = timed(lambda: load(worker, way, ([item] for item in items)))
         return {"peak_extra_bytes": extra_bytes}
 
     return transfer

@@ -28,12 +28,13 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import side_by_side
 from scripts import wait_for_turn
 
 HERE = Path(__file__).parent
 ON_ONE_GPU = {"NCCL_HOSTID": "engine", "NCCL_SOCKET_IFNAME": "lo", "NCCL_CUMEM_ENABLE": "0"}
 """NCCL refuses two ranks on one GPU of one host. On two hosts they meet over sockets."""
-PLACES = {"inside": "0", "outside": "1", "stream": "1", "server": "1", "broadcast": "1"}
+PLACES = ("inside", "outside", "stream", "server", "broadcast")
 NUM_ROUNDS, NUM_WARM_UP = 40, 6
 
 
@@ -111,18 +112,14 @@ def start(name: str, wheel: Path, folder: Path, options: argparse.Namespace) -> 
     site = folder / name
     with zipfile.ZipFile(wheel) as packed:
         packed.extractall(site)
-    path = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(path),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": PLACES[options.place],
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_DEEP_GEMM_WARMUP": "skip",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_PLUGINS": os.environ.get("VLLM_PLUGINS", "fp8refit"),  # or a server adds no routes
-        "NCCL_NVLS_ENABLE": "0",
-    }
+    path = [str(site), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = side_by_side.environment(
+        {
+            "PYTHONPATH": os.pathsep.join(path),
+            "VLLM_PLUGINS": os.environ.get("VLLM_PLUGINS", "fp8refit"),  # or a server adds no routes
+            "NCCL_NVLS_ENABLE": "0",
+        }
+    )
     with open(options.out.with_suffix(f".{name}.log"), "w") as log:
         return subprocess.Popen(
             [sys.executable, __file__, "--child", *sys.argv[1:]],
@@ -147,10 +144,10 @@ def serve(options: argparse.Namespace) -> None:
     """Boot an engine; then do what each line on standard input says: allocate a policy, or refit it."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # engines print to standard output
-    sys.path[:0] = [str(HERE)]
-    sys.path.append(str(HERE.parents[1]))
+    sys.path += [str(HERE.parent), str(HERE.parents[1])]
     import policies
     import torch
+    from harness import wait_for_gpu
 
     import fp8refit
 
@@ -159,7 +156,7 @@ def serve(options: argparse.Namespace) -> None:
         os.environ |= ON_ONE_GPU
     with tempfile.TemporaryDirectory() as folder:
         policies.write_config(options.shape, Path(folder))
-        engine = serve_vllm(folder) if options.place == "server" else BOOTS[options.engine](folder)
+        engine = serve_vllm(folder) if options.place == "server" else boot(options, Path(folder))
     policy: dict[str, torch.Tensor] = {}
     if options.place == "broadcast":
         if is_alone:
@@ -169,10 +166,6 @@ def serve(options: argparse.Namespace) -> None:
         refit = fp8refit.Broadcaster([engine], timeout_s=120).push
     else:
         refit = fp8refit.Refitter(engine).refit
-
-    def wait_for_gpu() -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
 
     def tell(answer: dict) -> None:
         print(json.dumps(answer), file=answers, flush=True)
@@ -191,9 +184,10 @@ def serve(options: argparse.Namespace) -> None:
             policy = policies.fill_policy(policies.allocate(options.shape), 1)
             tell({})
             continue
+        source = iter(policy.items()) if options.place == "stream" else policy
         wait_for_gpu()
         start_s = time.perf_counter()
-        report = refit(iter(policy.items()) if options.place == "stream" else policy)
+        report = refit(source)
         wait_for_gpu()
         wall_s = time.perf_counter() - start_s
         tell({"wall_s": wall_s, "phases_s": report.phases_s})
@@ -201,7 +195,7 @@ def serve(options: argparse.Namespace) -> None:
 
 def serve_vllm(model: str) -> str:
     """Start a server, and return its URL once it answers. It ends with this process."""
-    from tests.tiny_models import FP8_CONFIG
+    from fp8refit.bench.shapes import block_fp8
 
     # Not `tests.serving.free_port`: that module imports what old builds lack.
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -212,7 +206,7 @@ def serve_vllm(model: str) -> str:
     settings = {
         "model": model,
         "load-format": "dummy",
-        "hf-overrides": json.dumps({"quantization_config": FP8_CONFIG}),
+        "hf-overrides": json.dumps({"quantization_config": block_fp8(Path(model))}),
         "max-num-seqs": 16,
         "host": "127.0.0.1",
         "port": port,
@@ -232,45 +226,15 @@ def serve_vllm(model: str) -> str:
             time.sleep(0.5)
 
 
-def boot_vllm(model: str) -> Any:
-    from surroundings import cpu_options
-    from vllm import LLM
+def boot(options: argparse.Namespace, model: Path) -> Any:
+    from live_engines import SMALL, Sglang, Vllm
 
-    from tests.tiny_models import FP8_CONFIG
+    if options.engine == "vllm":
+        settings = SMALL | {"max_model_len": 512, "enforce_eager": True}
+        return Vllm(model, is_inside=options.place == "inside", is_noise=True, **settings).candidate
+    settings = {"context_length": 512, "max_total_tokens": 4096, "mem_fraction_static": 0.5, "disable_cuda_graph": True}
+    return Sglang(model, is_noise=True, **settings).candidate
 
-    on_a_gpu = {"max_model_len": 512, "kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.05}
-    return LLM(
-        model=model,
-        load_format="dummy",
-        hf_overrides={"quantization_config": FP8_CONFIG},
-        skip_tokenizer_init=True,
-        max_num_seqs=16,
-        enforce_eager=True,
-        **(cpu_options() or on_a_gpu),
-    )
-
-
-def boot_sglang(model: str) -> Any:
-    import sglang
-
-    from tests.tiny_models import FP8_CONFIG
-
-    return sglang.Engine(
-        model_path=model,
-        load_format="dummy",
-        json_model_override_args=json.dumps({"quantization_config": FP8_CONFIG}),
-        skip_tokenizer_init=True,
-        context_length=512,
-        max_total_tokens=4096,
-        max_running_requests=16,
-        mem_fraction_static=0.5,
-        disable_cuda_graph=True,
-        attention_backend="fa3",
-        sampling_backend="pytorch",
-    )
-
-
-BOOTS = {"vllm": boot_vllm, "sglang": boot_sglang}
 
 if __name__ == "__main__":
     main()

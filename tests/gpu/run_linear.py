@@ -8,8 +8,8 @@ quantize activations comes on top, once for each of the layers.
 """
 
 import argparse
-import json
 import shlex
+import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -17,8 +17,10 @@ from pathlib import Path
 
 import torch
 
-from fp8refit import __version__, quantize_blockwise
+from fp8refit import quantize_blockwise
 from fp8refit.bench import SHAPES
+from fp8refit.bench.clock import device_seconds
+from fp8refit.bench.result import Findings, gpu_name, versions_of, write_result
 
 BLOCK = 128
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
@@ -51,15 +53,8 @@ def graph_us(calls: list[Callable[[], object]]) -> float:
     with torch.cuda.graph(graph, stream=stream):
         for call in calls:
             call()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return sorted(times)[REPLAYS // 2]
+    times_s = [device_seconds(graph.replay, torch.device("cuda")) for _ in range(REPLAYS)]
+    return 1e6 * statistics.median(times_s) / len(calls)
 
 
 def time_layer(n: int, k: int, num_tokens: int) -> dict[str, float]:
@@ -99,22 +94,21 @@ def main() -> None:
     parser.add_argument("--model", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    import vllm
-
     shapes = shapes_of(options.model)
-    result = {
-        "command": shlex.join(["python", "-m", "tests.gpu.run_linear", *sys.argv[1:]]),
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {"fp8refit": __version__, "torch": torch.__version__, "vllm": vllm.__version__},
-        "model": options.model,
-        "shapes": shapes,
-        "rows": [],
-    }
+    rows: list[dict] = []
+    result = Findings(
+        command=shlex.join(["python", "-m", "tests.gpu.run_linear", *sys.argv[1:]]),
+        gpu=gpu_name(),
+        versions=versions_of("vllm"),
+        model=options.model,
+        shapes=shapes,
+        rows=rows,
+    )
     for num_tokens in TOKENS:
         layers = {name: time_layer(n, k, num_tokens) for name, (n, k) in shapes.items()}
         total_us = {kernel: sum(times[kernel] for times in layers.values()) for kernel in layers["qkv"]}
-        result["rows"].append({"tokens": num_tokens, "total_us": total_us, "layers_us": layers})
-        options.out.write_text(json.dumps(result) + "\n")
+        rows.append({"tokens": num_tokens, "total_us": total_us, "layers_us": layers})
+        write_result(result, options.out)
         print(num_tokens, {kernel: round(us, 1) for kernel, us in total_us.items()}, flush=True)
 
 

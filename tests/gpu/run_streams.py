@@ -11,69 +11,33 @@ where vLLM runs on a CPU.
 import argparse
 import cProfile
 import gc
-import json
-import os
 import pstats
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-PLACES = {"inside": "0", "outside": "1"}
-ROUNDS = 9
+import side_by_side
+
+PLACES = {place: {"VLLM_USE_DEEP_GEMM": "0"} for place in ("inside", "outside")}
+"""DeepGEMM compiles for minutes."""
+PROMPTS = [list(range(100, 140))]
 FIRST_ROUNDS = 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--shape", default="qwen3-8b")
-    parser.add_argument("--place", choices=PLACES)
+    parser = side_by_side.parser_of("place", PLACES, rounds=9)
     parser.add_argument(
         "--bucket-mib", type=int, help="of an update, 512; into another process that of the refitter, 256"
     )
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument(
         "--profile", action="store_true", help="print what the host does, after everything was measured"
     )
-    parser.add_argument("--here", action="store_true", help="in this process, which then is the engine's")
-    arguments = parser.parse_args()
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    if arguments.here:
-        measure(arguments)
-        return
-    found = {"command": f"python {' '.join(sys.argv)}", "shape": arguments.shape, "places": {}}
-    os.environ.setdefault("FP8REFIT_TURN", str(arguments.out.with_suffix(".turn")))
-    started = {place: start(place, arguments) for place in ([arguments.place] if arguments.place else PLACES)}
-    codes = []
-    for place, (process, part) in started.items():
-        codes.append(abs(process.wait()))
-        found["places"][place] = json.loads(part.read_text()) if part.exists() else {}
-        part.unlink(missing_ok=True)
-        save(arguments.out, found)
-    show(found)
-    sys.exit(max(codes))
+    side_by_side.run(parser.parse_args(), "place", PLACES, measure, show)
 
 
-def save(out: Path, found: dict) -> None:
-    out.write_text(json.dumps(found, indent=1) + "\n")
-
-
-def start(place: str, arguments: argparse.Namespace) -> tuple[subprocess.Popen[bytes], Path]:
-    """Its process, and the file in which it writes what it finds."""
-    out = arguments.out.with_name(f"{arguments.out.stem}.{place}.part.json")
-    out.unlink(missing_ok=True)
-    command = [sys.executable, __file__, "--here", "--place", place, "--out", str(out), "--shape", arguments.shape]
-    command += ["--rounds", str(arguments.rounds)]
-    command += ["--bucket-mib", str(arguments.bucket_mib)] if arguments.bucket_mib else []
-    command += ["--profile"] if arguments.profile else []
-    return subprocess.Popen(command, env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": PLACES[place]}), out
-
-
-def show(found: dict) -> None:
-    for place, result in found["places"].items():
+def show(results: dict) -> None:
+    for place, result in results.items():
         if not result:
             print(f"\n{place}: nothing")
             continue
@@ -88,41 +52,24 @@ def show(found: dict) -> None:
 
 def measure(arguments: argparse.Namespace) -> None:
     """Write what was found after every row."""
-    os.environ |= {
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_USE_DEEP_GEMM": "0",  # it compiles for minutes
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "HF_HUB_OFFLINE": "1",
-    }
-    sys.path.append(str(Path(__file__).parents[2]))
     import policies
     import torch
-    import vllm
-    from measuring import gpu_name, timed
+    from harness import about, timed
+    from live_engines import SMALL, Vllm
     from scripts import wait_for_turn
-    from surroundings import cpu_options
-    from vllm import LLM
 
     import fp8refit
     from fp8refit import Refitter
+    from fp8refit.bench.policies import in_buckets
     from fp8refit.training.peft import merged
 
     shape = arguments.shape
     with tempfile.TemporaryDirectory() as folder:
         policies.write_config(shape, Path(folder))
         is_sparse = "num_experts" in policies.SHAPES[shape]
-        memory = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
-        options = {"max_model_len": 2048} | (cpu_options() or memory)
-        llm = LLM(
-            model=folder,
-            load_format="dummy",
-            quantization="fp8_per_block",
-            skip_tokenizer_init=True,
-            max_num_seqs=16,
-            enforce_eager=True,
-            **options,
-        )
+        options = {"load_format": "dummy", "quantization": "fp8_per_block", "enforce_eager": True}
+        engine = Vllm(Path(folder), is_inside=arguments.place == "inside", **SMALL | options)
+    llm = engine.candidate
     wait_for_turn()
     policy = policies.fill_policy(policies.allocate(shape), 1)
     if is_sparse:
@@ -132,13 +79,7 @@ def measure(arguments: argparse.Namespace) -> None:
     is_cut = arguments.place == "outside" and arguments.bucket_mib
     refitter = Refitter(llm, **({"bucket_bytes": arguments.bucket_mib << 20} if is_cut else {}))
     bucket_mib = arguments.bucket_mib or 512
-    buckets = in_buckets(items, bucket_mib << 20)
-    prompt = {"prompt_token_ids": list(range(100, 140))}
-    sampling = vllm.SamplingParams(max_tokens=8, temperature=0, detokenize=False)
-
-    def tokens() -> list[int]:
-        return list(llm.generate([prompt], sampling, use_tqdm=False)[0].outputs[0].token_ids)
-
+    buckets = list(in_buckets(items, bucket_mib << 20))
     ways: dict[str, Callable[[], object]] = {
         "tensors at rest": lambda: refitter.refit(policy),
         "generator": lambda: refitter.refit(iter(items)),
@@ -149,7 +90,7 @@ def measure(arguments: argparse.Namespace) -> None:
     if not is_sparse:
         ways["merged LoRA, rank 64"] = lambda: refitter.refit(merged(model))
     if arguments.place == "inside":
-        worker = llm.llm_engine.model_executor.driver_worker.worker
+        worker = engine.worker
 
         def update(parts: list) -> None:
             with fp8refit.update(worker) as update:
@@ -159,10 +100,9 @@ def measure(arguments: argparse.Namespace) -> None:
         ways[f"update in buckets of {bucket_mib} MiB"] = lambda: update(buckets)
         ways["update tensor by tensor"] = lambda: update([[item] for item in items])
         ways["update by one generator"] = lambda: update([iter(items)])
-        reload = {"weights_iterator": iter(())}
 
         def reload_weights() -> None:
-            llm.collective_rpc("reload_weights", kwargs=reload | {"weights_iterator": iter(items)})
+            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(items)})
 
         ways["vLLM's reload_weights of the same stream"] = reload_weights
     scratch = torch.empty(min(256 << 20, num_bytes), dtype=torch.uint8, device=policies.DEVICE)
@@ -175,15 +115,14 @@ def measure(arguments: argparse.Namespace) -> None:
     ways["copy of as many bytes"] = copy
     checks: dict[str, object] = {"bytes": num_bytes, "tensors": len(policy)}
     refitter.refit(policy)
-    expected, told = refitter.fingerprints(), tokens()
+    expected, told = refitter.fingerprints(), engine.say(PROMPTS, 8)
     ms: dict[str, list[float]] = {name: [] for name in ways}
     first_ms: dict[str, list[float]] = {name: [] for name in ways}
-    found = {"gpu": gpu_name(), "vllm": vllm.__version__, "torch": torch.__version__}
-    found |= {"ms": ms, "first_ms": first_ms, "checks": checks}
+    found = about() | {"ms": ms, "first_ms": first_ms, "checks": checks}
 
     def measure_once(name: str, into: dict[str, list[float]]) -> None:
         gc.collect()
-        result, seconds, extra_bytes = timed(ways[name])
+        seconds, extra_bytes, result = timed(ways[name])
         into[name].append(1e3 * seconds)
         checks[f"peak extra MiB of {name}"] = extra_bytes >> 20
         if name == "verify":
@@ -199,19 +138,19 @@ def measure(arguments: argparse.Namespace) -> None:
             refitter.refit(policy)
         elif not name.startswith("copy"):
             checks[f"same bytes after {name}"] = refitter.fingerprints() == expected
-            checks[f"same tokens after {name}"] = tokens() == told
+            checks[f"same tokens after {name}"] = engine.say(PROMPTS, 8) == told
 
     for name in ways:
         for _ in range(1 if name.startswith("vLLM's") else FIRST_ROUNDS):  # which compile
             measure_once(name, first_ms)
         put_right(name)
-        save(arguments.out, found)
+        side_by_side.save(arguments.out, found)
     for round_ in range(arguments.rounds):
         for name in ways:
             if not (name.startswith("vLLM's") and round_ > 1):
                 measure_once(name, ms)
                 put_right(name) if round_ == arguments.rounds - 1 else None
-        save(arguments.out, found)
+        side_by_side.save(arguments.out, found)
     for name, call in ways.items() if arguments.profile else ():
         profile = cProfile.Profile()
         profile.runcall(call)
@@ -220,20 +159,8 @@ def measure(arguments: argparse.Namespace) -> None:
     refitter.refit(policy)
     policy[items[-1][0]].view(-1)[-1] += 1.0
     checks["verify finds one"] = list(refitter.verify(policy).differing) == [items[-1][0]]
-    save(arguments.out, found)
+    side_by_side.save(arguments.out, found)
     refitter.close()
-
-
-def in_buckets(items: list, num_bytes: int) -> list[list]:
-    buckets: list[list] = [[]]
-    held = 0
-    for name, tensor in items:
-        if buckets[-1] and held + tensor.nbytes > num_bytes:
-            buckets.append([])
-            held = 0
-        buckets[-1].append((name, tensor))
-        held += tensor.nbytes
-    return buckets
 
 
 def lora_over(policy: dict):

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from fp8refit import RefitError
+from fp8refit.bench.clock import device_seconds
 from fp8refit.transport.memory.bucket import Bucket
 from fp8refit.transport.memory.cuda_driver import CudaDriver, is_mapped
 from fp8refit.transport.memory.exporter import Exporter
@@ -185,13 +186,7 @@ def bytes_a_second(launch):
     """Run it until it is warm, then time eight runs together."""
     for _ in range(2):
         launch()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(8):
-        launch()
-    end.record()
-    torch.cuda.synchronize()
-    return 8 * BIG_BYTES / (1e-3 * start.elapsed_time(end))
+    return 8 * BIG_BYTES / device_seconds(lambda: [launch() for _ in range(8)], torch.device("cuda"))
 
 
 def free_bytes():

@@ -1,4 +1,4 @@
-"""Runs the scripts beside it, each an engine in processes of its own, and gives what they wrote. Imports no fp8refit."""
+"""Runs scenarios, each an engine in processes of its own, and gives what they wrote; writes what was found for the pages."""
 
 import contextlib
 import fcntl
@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 RESULTS = Path(os.environ.get("FP8REFIT_RESULTS", "benchmarks/results"))
 """Where tests leave JSON and logs."""
@@ -20,58 +20,61 @@ def card(gpu: str) -> str:
     return gpu.removeprefix("NVIDIA ").split()[0].lower()
 
 
-def write_result(name: str, result: Mapping[str, object]) -> None:
-    """Write what was found on the GPU that it names, beside what was found on others."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{name}_{card(str(result['gpu']))}.json").write_text(json.dumps(result, indent=1) + "\n")
+def write_result(name: str, result: Mapping[str, Any], parts: Sequence[str] | None = None) -> None:
+    """Write what was found on the GPU that it names, beside what was found on others.
+
+    Args:
+        name: Of the file, before the GPU's.
+        result: With the fields of a `BenchResult`.
+        parts: The packages that were measured; all by default.
+    """
+    from fp8refit.bench import result as bench  # which a build that `run_interleaved.py` compares may lack
+
+    found = bench.Findings(**bench.stamp(*[parts] if parts else []), **result)
+    bench.write_result(found, RESULTS / f"{name}_{card(found.gpu)}.json")
 
 
-def run_script(
-    script: str,
+def run_scenario(
+    name: str,
     arguments: Sequence[object],
     *,
     out: Path,
-    log: Path,
+    log: str,
     timeout_s: float,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, object] | None = None,
 ) -> dict:
-    """Run a script until it ends, end every process that it leaves, also when told to end itself, and give the JSON in `out`.
+    """Run a scenario until it ends, end every process that it leaves, also when told to end itself, and give the JSON in `out`.
 
     Raises:
         AssertionError: It failed; names its log.
         subprocess.TimeoutExpired: It took longer than `timeout_s`.
     """
     before = signal.signal(signal.SIGTERM, _interrupt)
-    process = started(script, arguments, out=out, log=log, environment=environment)
+    process = started(name, arguments, out=out, log=log, environment=environment)
     try:
         code = process.wait(timeout_s)
     finally:
         ended(process)
         signal.signal(signal.SIGTERM, before)
-    assert code == 0, f"{script} ended with {code}; see {log}"
+    assert code == 0, f"{name} ended with {code}; see {RESULTS / log}.log"
     return json.loads(out.read_text())
 
 
 def started(
-    script: str,
-    arguments: Sequence[object],
-    *,
-    out: Path,
-    log: Path,
-    environment: Mapping[str, str] | None = None,
+    name: str, arguments: Sequence[object], *, out: Path, log: str, environment: Mapping[str, object] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a script that is to write `out`, in a session of its own; `ended` has to be called with it."""
-    for file in (out, log):
-        file.parent.mkdir(parents=True, exist_ok=True)
+    """Start a scenario that is to write `out`, in a session of its own; `ended` has to be called with it."""
+    for folder in (out.parent, RESULTS):
+        folder.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)
-    command = [sys.executable, Path(__file__).with_name(script), *arguments, "--out", out]
-    with open(log, "w") as file:
+    command = [sys.executable, Path(__file__).with_name("run.py"), name, *arguments, "--out", out]
+    with open(RESULTS / f"{log}.log", "w") as file:
         return subprocess.Popen(
             list(map(str, command)),
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=os.environ | dict(environment or {}),
+            env=os.environ | {key: str(value) for key, value in (environment or {}).items()},
         )
 
 

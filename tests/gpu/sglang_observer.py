@@ -1,5 +1,4 @@
-"""Looks at one rank's live model inside its SGLang scheduler, without fp8refit: a plugin that adds one method. If asked, it has
-the rank compile fp8refit's kernels, or trace the model's loader.
+"""Looks at one rank's live model inside its SGLang scheduler, as `live_model` says: a plugin that adds one method.
 
 SGLang's RPC gives no values back, so every rank writes what it found to a file of its own.
 """
@@ -10,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 ENTRY_POINT = f"[sglang.srt.plugins]\nfp8refit_observer = {__name__}:register\n"
-METHOD = "fp8refit_test_observe"
+METHOD = "fp8refit_gpu_observe"
 DERIVED = ("w_kc", "w_vc", "_weight_fp32")
 """What SGLang computes from weights and keeps beside them: attributes and buffers that no state dict has."""
 
@@ -37,29 +36,15 @@ def register() -> None:
 def observe(scheduler, what: str, path: str) -> None:
     """In a scheduler: write `what` to a file."""
     import live_model
-    import torch
 
-    state = live_state(scheduler.tp_worker.model_runner.model)
-    looks = {
-        "live_bytes": lambda: live_model.hash_bytes(state),
-        "checksum": lambda: live_model.checksum(state),
-        "places": lambda: live_model.places(state),
-        "replays": live_model.num_replays,
-        "memory": live_model.memory,
-        "compile": compile_kernels,
-        "held": lambda: look_at_held(scheduler),
+    model = scheduler.tp_worker.model_runner.model
+    own = {
+        "kv_scales": lambda: kv_scales(model),
         "loader": lambda: look_at_loader(scheduler),
-        "kv_scales": lambda: kv_scales(scheduler.tp_worker.model_runner.model),
-        "end_of_work": lambda: torch.cuda.synchronize() if torch.cuda.is_available() else None,
+        "held": lambda: look_at_held(scheduler),
     }
-    Path(path + str(scheduler.tp_group.rank_in_group)).write_text(json.dumps(looks[what]()))
-
-
-def compile_kernels() -> float:
-    """Returns seconds."""
-    import warm_kernels
-
-    return warm_kernels.compile_kernels()
+    found = own[what]() if what in own else live_model.look(what, live_state(model))
+    Path(path + str(scheduler.tp_group.rank_in_group)).write_text(json.dumps(found))
 
 
 def look_at_loader(scheduler) -> dict:
@@ -67,12 +52,12 @@ def look_at_loader(scheduler) -> dict:
     from fp8refit_sglang.layout import SglangRules
     from fp8refit_sglang.live_scheduler import Scheduler
     from fp8refit_sglang.twin import twin_of
-    from twin_cost import look
+    from model_costs import cost_of_tracing
 
     from fp8refit.tracing.inventory import inventory_of
 
     held = Scheduler(scheduler)
-    return look(
+    return cost_of_tracing(
         held.model,
         lambda: twin_of(held.model_config, held.load_config, num_ranks=held.num_ranks),
         lambda model, twin: inventory_of(model, SglangRules(model), twin),
@@ -85,7 +70,7 @@ def look_at_held(scheduler) -> dict:
 
     from fp8refit_sglang.live_scheduler import Scheduler
     from fp8refit_sglang.twin import _built
-    from held_cost import look
+    from model_costs import holdings
 
     from fp8refit.tracing.twin import EmptyOnMeta
 
@@ -96,7 +81,7 @@ def look_at_held(scheduler) -> dict:
         with _built(held.model_config, held.load_config, EmptyOnMeta()) as (model, _):
             yield model
 
-    return look(held.model, build)
+    return holdings(held.model, build)
 
 
 def live_state(model) -> dict:

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from fp8refit.bench.clock import device_seconds
 from fp8refit.kernels import Maxima
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -84,13 +85,5 @@ def test_reads_at_the_rate_of_memory(device):
 def median_ms(run, num_runs: int = 9, num_calls: int = 20) -> float:
     """Of one call among `num_calls` in a row, so that the host is ahead of the device."""
     run()
-    times_ms = []
-    for _ in range(num_runs):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(num_calls):
-            run()
-        end.record()
-        end.synchronize()
-        times_ms.append(begin.elapsed_time(end) / num_calls)
-    return statistics.median(times_ms)
+    times_s = [device_seconds(lambda: [run() for _ in range(num_calls)], torch.device("cuda")) for _ in range(num_runs)]
+    return 1e3 * statistics.median(times_s) / num_calls

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.scripts import RESULTS, run_script, write_result
+from tests.gpu.judging import median
+from tests.gpu.scripts import run_scenario, write_result
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,11 +50,11 @@ RUN = [name for name, case in CASES.items() if name in ASKED and case.num_gpus <
 def case(request):
     name, case = request.param, CASES[request.param]
     arguments = ["--shape", SHAPE, "--tp", case.tp, "--replicas", case.replicas, "--work", WORK / name]
-    found = run_script(
-        "run_broadcast.py",
+    found = run_scenario(
+        "broadcast",
         arguments,
         out=WORK / f"{name}.json",
-        log=RESULTS / f"broadcast-{name}.log",
+        log=f"broadcast-{name}",
         timeout_s=TIMEOUT_S,
         environment={"VLLM_USE_DEEP_GEMM": "0"},
     )
@@ -65,7 +66,7 @@ def rate_of(found):
 
 
 def seconds_of(found, key):
-    return statistics.median(each["wall_s"] for each in found[key])
+    return median(found[key], "wall_s")
 
 
 def over_wire(found):
@@ -126,13 +127,12 @@ def test_write_the_result(case):
         "seconds": {
             "fp8": seconds_of(found, "steady"),
             "bf16": seconds_of(found, "steady_bf16"),
-            "pull": statistics.median(each["pull"]["wall_s"] for each in found["rounds"]),
+            "pull": median([each["pull"] for each in found["rounds"]], "wall_s"),
             "fp8_on_the_wire_alone": found["wire_bytes"]["fp8"] / rate_of(found),
         },
         "over_wire": over_wire(found),
         "seconds_by_bucket_bytes": {
-            num_bytes: statistics.median(each["wall_s"] for each in pushes)
-            for num_bytes, pushes in found["by_bucket_bytes"].items()
+            num_bytes: median(pushes, "wall_s") for num_bytes, pushes in found["by_bucket_bytes"].items()
         },
         "rounds": found["rounds"],
         "steady": found["steady"],

@@ -3,11 +3,10 @@
     python -m pytest tests/gpu/test_experts.py                        # everything that fits this machine's GPUs and engines
     FP8REFIT_EXPERTS=speed,experts,experts-eager python -m pytest ... # some of `CASES`, and speed
 
-Each engine runs in processes of its own (`run_experts.py`), those it is compared with in others that our fill never touched.
+Each engine runs in processes of its own (`models_modes.py`), those it is compared with in others that our fill never touched.
 """
 
 import os
-import statistics
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.scripts import RESULTS, run_script, write_result
+from fp8refit.bench.code import INSIDE
+from tests.gpu.judging import comparison, median, over_roofline, phases_ms, plan_fill_verify_s
+from tests.gpu.scripts import run_scenario, write_result
 
 pytestmark = [
     pytest.mark.gpu,
@@ -78,14 +79,14 @@ def command_of(*names):
 
 def run(mode, name, case):
     """Run one engine in its own processes and give what it found."""
-    return run_script(
-        "run_experts.py",
+    return run_scenario(
+        "models",
         [
             *(mode, "--engine", case.engine, "--shape", case.shape, "--tp", case.tp, "--name", name),
             *("--work", WORK / name, *case.options),
         ],
         out=WORK / f"{mode}-{name}.json",
-        log=RESULTS / f"experts-{mode}-{name}.log",
+        log=f"experts-{mode}-{name}",
         timeout_s=TIMEOUT_S,
         environment=dict(case.environment),
     )
@@ -138,12 +139,7 @@ def test_write_the_result(engines):
         },
         "live_tensors_compared": sum(map(len, fresh["live"])),
         "equal_to_fresh_boot": {
-            kind: {
-                "live_bytes": found["live"] == fresh["live"],
-                "tokens": found["generated"]["tokens"] == fresh["generated"]["tokens"],
-                "log_probabilities": found["generated"] == fresh["generated"],
-                "graph_replays": found["graph_replays"],
-            }
+            kind: comparison(found, fresh) | {"graph_replays": found["graph_replays"]}
             for kind, found in kinds_of(refitted).items()
         },
     }
@@ -157,30 +153,24 @@ def speed():
     return run("speed", "speed", Case(shape=SPEED_SHAPE, environment=()))
 
 
-def median(speed, kind, key):
-    return statistics.median(round_[kind][key] for round_ in speed["rounds"])
-
-
-def over_roofline(speed, kind):
-    copy_gb_per_s = statistics.median(round_["copy_gb_per_s"] for round_ in speed["rounds"])
-    return median(speed, kind, "fill_device_s") * copy_gb_per_s * 1e9 / speed["rounds"][0][kind]["num_bytes"]
+def of(speed, kind):
+    return [round_[kind] for round_ in speed["rounds"]]
 
 
 @pytest.mark.parametrize("kind", ["single", "stacked"])
 def test_experts_are_filled_at_copy_speed_and_right(speed, kind):
     wrong = [round_[kind]["wrong_slots"] for round_ in speed["rounds"]]
     assert [count for count in wrong if count is not None] == [0, 0]
-    assert over_roofline(speed, kind) <= 1.15
+    assert over_roofline(of(speed, kind), median(speed["rounds"], "copy_gb_per_s")) <= 1.15
 
 
 def test_twenty_times_faster_than_the_engines_own_reload(speed):
-    reload_s = statistics.median(round_["reload_s"] for round_ in speed["rounds"])
-    assert reload_s / median(speed, "single", "wall_s") >= 20
+    assert median(speed["rounds"], "reload_s") / median(of(speed, "single"), "wall_s") >= 20
 
 
 def test_host_work_is_a_microsecond_a_tensor(speed):
     for kind in ("single", "stacked"):
-        host_s = median(speed, kind, "wall_s") - median(speed, kind, "fill_device_s")
+        host_s = median(of(speed, kind), "wall_s") - median(of(speed, kind), "fill_device_s")
         assert host_s <= 10e-3 + 1e-6 * speed["rounds"][0][kind]["num_tensors"], kind
 
 
@@ -191,34 +181,32 @@ def test_extra_memory_is_small(speed):
 
 def test_write_the_result_of_speed(speed):
     rounds = speed["rounds"]
-    reload_s = statistics.median(round_["reload_s"] for round_ in rounds)
+    reload_s, copy_gb_per_s = median(rounds, "reload_s"), median(rounds, "copy_gb_per_s")
     result = {
         "what": f"vLLM, {SPEED_SHAPE} shape with outlier channels, BF16 CUDA tensors into a live block-FP8 engine",
         "command": command_of("speed"),
         "gpu": speed["gpu"],
         "versions": speed["versions"],
-        "copy_gb_per_s": statistics.median(round_["copy_gb_per_s"] for round_ in rounds),
+        "copy_gb_per_s": copy_gb_per_s,
         "reload_weights_ms_median": reload_s * 1e3,
         "reload_weights_peak_extra_bytes": max(round_["reload_peak_extra_bytes"] for round_ in rounds),
         **{
             kind: {
-                "num_tensors": rounds[0][kind]["num_tensors"],
-                "bytes_read_and_written": rounds[0][kind]["num_bytes"],
-                "wall_ms_median": median(speed, kind, "wall_s") * 1e3,
-                "plan_fill_verify_ms_median": median(speed, kind, "s") * 1e3,
-                "fill_device_ms_median": median(speed, kind, "fill_device_s") * 1e3,
-                "fill_over_roofline": over_roofline(speed, kind),
-                "phases_ms_median": {
-                    phase: statistics.median(round_[kind]["phases_s"][phase] for round_ in rounds) * 1e3
-                    for phase in rounds[0][kind]["phases_s"]
-                },
-                "max_peak_extra_bytes": max(round_[kind]["peak_extra_bytes"] for round_ in rounds),
-                "times_faster": reload_s / median(speed, kind, "wall_s"),
+                "num_tensors": rows[0]["num_tensors"],
+                "bytes_read_and_written": rows[0]["num_bytes"],
+                "wall_ms_median": median(rows, "wall_s") * 1e3,
+                "plan_fill_verify_ms_median": plan_fill_verify_s(rows) * 1e3,
+                "fill_device_ms_median": median(rows, "fill_device_s") * 1e3,
+                "fill_over_roofline": over_roofline(rows, copy_gb_per_s),
+                "phases_ms_median": phases_ms(rows),
+                "max_peak_extra_bytes": max(row["peak_extra_bytes"] for row in rows),
+                "times_faster": reload_s / median(rows, "wall_s"),
             }
             for kind in ("single", "stacked")
+            for rows in [of(speed, kind)]
         },
         "first_refit": speed["first_refit"],
         "first_stacked_refit": speed["first_stacked_refit"],
         "rounds": rounds,
     }
-    write_result(f"experts_{SPEED_SHAPE}", result)
+    write_result(f"experts_{SPEED_SHAPE}", result, INSIDE)

@@ -3,7 +3,7 @@
     python -m pytest tests/gpu/test_kv.py                            # the engine that is installed, Qwen3-8B shape
     FP8REFIT_KV=scales,ranks,sleep,backends python -m pytest ...     # some of it; ranks needs two GPUs
 
-Every engine, and the model of transformers, is in a process of its own (`run_kv.py`). What is not asked for is taken from the
+Every engine, and the model of transformers, is in a process of its own (`kv_modes.py`). What is not asked for is taken from the
 working folder, if it was found there before. Writes a result for the documentation.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.scripts import RESULTS, run_script, write_result
+from tests.gpu.scripts import run_scenario, write_result
 
 ENGINE = "vllm" if find_spec("vllm") is not None else "sglang"
 
@@ -62,8 +62,8 @@ def take(step, name, mode, shape=SHAPE, environment=None, **options):
     arguments = [mode, "--shape", shape, "--work", WORK / name]
     for option, value in options.items():
         arguments += [f"--{option}", value]
-    log = RESULTS / f"kv-{ENGINE}-{name}.log"
-    return run_script("run_kv.py", arguments, out=out, log=log, timeout_s=TIMEOUT_S, environment=environment)
+    log = f"kv-{ENGINE}-{name}"
+    return run_scenario("kv", arguments, out=out, log=log, timeout_s=TIMEOUT_S, environment=environment)
 
 
 @pytest.fixture(scope="module")

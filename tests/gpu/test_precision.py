@@ -7,9 +7,9 @@
     python examples/grpo.py --engine vllm --size small --variants bf16,fp8,fp8+token,unified --seeds 0,1,2 --out FOLDER
 """
 
-import json
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from fp8refit.kernels import quantize_activations
 from fp8refit.live.formats import BlockFormat, ScaleFormat
 from fp8refit.training import precision
 from fp8refit.training.precision.products import has_fp8_products
-from tests.gpu.scripts import RESULTS, card, run_script
+from tests.gpu.scripts import RESULTS, card, run_scenario
 from tests.training.precision.changes import OPTIMIZERS, WHOLE_CHANGES
 from tests.training.precision.models import layout_of, slot
 
@@ -30,15 +30,15 @@ pytestmark = [
     pytest.mark.timeout(1200),
 ]
 LAYERS = os.environ.get("FP8REFIT_LAYERS", "8")
+WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit")) / "precision"
 SHAPES = ("qwen3-0.6b-untied", "qwen3-8b")
 WEIGHTS = ("ordinary", "outliers")
 
 
 def measured(name, *arguments):
     kind = card(torch.cuda.get_device_name())
-    out, log = RESULTS / f"precision_{name}_{kind}.json", RESULTS / f"precision_{name}.log"
-    run_script("run_precision.py", arguments, out=out, log=log, timeout_s=600)
-    return json.loads(out.read_text())
+    out, log = RESULTS / f"precision_{name}_{kind}.json", f"precision_{name}"
+    return run_scenario("precision", [*arguments, "--work", WORK], out=out, log=log, timeout_s=600)
 
 
 def relative(got, want):

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.scripts import RESULTS, run_script, write_result
+from tests.gpu.judging import median, phases_ms
+from tests.gpu.scripts import RESULTS, run_scenario, write_result
 from tests.oracle.expectations import check
 
 pytestmark = [
@@ -91,11 +92,11 @@ def attacked(request):
         ORACLE_BY,
     ]
     try:
-        return run_script(
-            "run_servers.py",
+        return run_scenario(
+            "servers",
             [*arguments, "--work", WORK / f"oracle-{engine}"],
             out=out,
-            log=RESULTS / f"oracle-{engine}.log",
+            log=f"oracle-{engine}",
             timeout_s=ATTACK_S + BOOT_S,
             environment={"VLLM_USE_DEEP_GEMM": "0"},
         )
@@ -109,9 +110,9 @@ def attacked(request):
 def write_oracle(engine, found):
     asked = [f"{name}={os.environ[name]} " for name in ("FP8REFIT_ATTACK_S", "FP8REFIT_KILLS") if name in os.environ]
     result = {
+        **found,
         "what": f"one {engine} server of {ORACLE_SHAPE}, attacked while it answers; trainers on another GPU of its host",
         "command": f"FP8REFIT_SERVERS={engine} {''.join(asked)}python -m pytest tests/gpu/test_servers.py -k oracle",
-        **found,
     }
     write_result(f"oracle_{engine}", result)
 
@@ -124,11 +125,11 @@ def test_the_oracle_finds_no_stale_or_mixed_answer_and_none_of_a_dirty_server(at
 def case(request):
     name, case = request.param, CASES[request.param]
     arguments = ["--engine", case.engine, "--shape", SHAPE, "--tp", case.tp, "--replicas", case.replicas]
-    found = run_script(
-        "run_servers.py",
+    found = run_scenario(
+        "servers",
         [*arguments, "--pushes", NUM_PUSHES, "--work", WORK / name],
         out=WORK / f"{name}.json",
-        log=RESULTS / f"servers-{name}.log",
+        log=f"servers-{name}",
         timeout_s=TIMEOUT_S,
         environment={"VLLM_USE_DEEP_GEMM": "0"},  # it compiles kernels while requests run
     )
@@ -192,10 +193,8 @@ def summary(pushed):
     steps, answers = pushed["steps"], pushed["answers"]
     return {
         "idle_push_s": statistics.median(pushed["idle_s"]),
-        "push_s": statistics.median(step["wall_s"] for step in steps),
-        "phases_s": {
-            phase: statistics.median(step["phases_s"][phase] for step in steps) for phase in steps[0]["phases_s"]
-        },
+        "push_s": median(steps, "wall_s"),
+        "phases_s": {phase: milliseconds / 1e3 for phase, milliseconds in phases_ms(steps).items()},
         "pushes": len(steps),
         "requests": sum(len(of_server["statuses"]) for of_server in answers),
         "failed_requests": sum(status != 200 for of_server in answers for status in of_server["statuses"]),

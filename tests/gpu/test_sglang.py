@@ -3,7 +3,7 @@
     python -m pytest tests/gpu/test_sglang.py                   # the Qwen3-8B shape: refitted, and booted afresh
     FP8REFIT_SGLANG=sleep,families python -m pytest ...         # some of: refit, fresh, sleep, families
 
-Every engine is in a process of its own (`run_sglang.py`), and its scheduler in another. What is not asked for is taken from
+Every engine is in a process of its own (`refits_modes.py`), and its scheduler in another. What is not asked for is taken from
 the working folder, if it was found there before.
 """
 
@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.scripts import RESULTS, run_script, write_result
+from tests.gpu.judging import comparison, grown_bytes, median, over_roofline, phases_ms
+from tests.gpu.scripts import run_scenario, write_result
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,9 +40,8 @@ NUM_WARM_UP = 6
 
 def run(mode, shape):
     """Run one engine and give what it found."""
-    out, log = WORK / f"{mode}.json", RESULTS / f"sglang-{mode}.log"
-    arguments = [mode, "--shape", shape, "--work", WORK / shape]
-    return run_script("run_sglang.py", arguments, out=out, log=log, timeout_s=TIMEOUT_S)
+    arguments = [mode, "--engine", "sglang", "--shape", shape, "--work", WORK / shape]
+    return run_scenario("refits", arguments, out=WORK / f"{mode}.json", log=f"sglang-{mode}", timeout_s=TIMEOUT_S)
 
 
 def take(mode, shape):
@@ -79,15 +79,6 @@ def families():
     return take("families", "families")["families"]
 
 
-def median(rows, key):
-    return statistics.median(row[key] for row in rows)
-
-
-def over_roofline(rows, copy_gb_per_s):
-    filled = [row["ranks"][0] for row in rows]
-    return median(filled, "fill_device_s") * copy_gb_per_s * 1e9 / filled[0]["num_bytes"]
-
-
 def warm(rows):
     """Without the first round, in which handles are opened and memory is taken for the first time."""
     return [row for row in rows if row["round"] > 0]
@@ -110,7 +101,7 @@ def ours_s(peer, is_flushed):
 
 
 USUAL = "512 MiB"
-"""The bucket size that trainers use, as `sglang_modes.py` names it."""
+"""The bucket size that trainers use, as `sglang_peer.py` names it."""
 
 
 def test_live_bytes_equal_those_of_a_freshly_booted_engine(refitted, fresh):
@@ -131,7 +122,7 @@ def test_fifty_refits_between_generations_hold_the_same_bytes_and_do_not_grow(re
     assert len(steps) == 50
     assert all(step["same_bytes"] for step in steps)
     assert refitted["policies_differ"] and not refitted["moved"]
-    assert max(step["grown_bytes"] for step in steps) <= 2 * MIB  # one granule of the driver's
+    assert grown_bytes(steps) <= 2 * MIB  # one granule of the driver's
     assert len({tuple(step["num_files"]) for step in steps[NUM_WARM_UP:]}) == 1
     assert (refitted["again"]["live"], refitted["again"]["generated"]) == (refitted["live"], refitted["generated"])
 
@@ -150,7 +141,7 @@ def test_faster_than_the_engine_s_own_update_of_any_bucket_size(refitted):
 
 def test_fill_runs_at_copy_speed(refitted):
     peer = refitted["peer"]
-    assert over_roofline(refitted["steps"], refitted["copy_gb_per_s"]) <= 1.10
+    assert over_roofline(refitted["steps"], refitted["copy_gb_per_s"][0]) <= 1.10
     assert over_roofline(warm(peer["ours"]), statistics.median(peer["copy_gb_per_s"])) <= 1.10
 
 
@@ -170,14 +161,12 @@ def test_write_the_result(refitted, fresh):
         "gpu": refitted["gpu"],
         "versions": refitted["versions"],
         "attention_backend": refitted["attention_backend"],
-        "kernels": refitted["kernels"],
+        "kernels": [" ".join(kernel) for kernel in refitted["kernels"]],
         "num_tensors": refitted["num_tensors"],
-        "bytes_read_and_written": refitted["steps"][-1]["ranks"][0]["num_bytes"],
+        "bytes_read_and_written": refitted["steps"][-1]["num_bytes"],
         "equal_to_fresh_boot": {
             "live_tensors_compared": len(fresh["live"][0]),
-            "live_bytes": refitted["live"] == fresh["live"],
-            "tokens": refitted["generated"]["tokens"] == fresh["generated"]["tokens"],
-            "log_probabilities": refitted["generated"] == fresh["generated"],
+            **comparison(refitted, fresh),
             "graph_replays_in_generate": refitted["graph_replays"],
         },
         "fifty_refits": describe_steps(refitted),
@@ -189,23 +178,19 @@ def test_write_the_result(refitted, fresh):
 
 
 def describe_steps(refitted):
-    steps = refitted["steps"]
+    steps, (copy_gb_per_s,) = refitted["steps"], refitted["copy_gb_per_s"]
     return {
         "wall_ms_median": median(steps, "wall_s") * 1e3,
         "host_ms_median": median(steps, "host_s") * 1e3,
         "phases_ms_median": phases_ms(steps),
-        "fill_device_ms_median": median([step["ranks"][0] for step in steps], "fill_device_s") * 1e3,
-        "copy_gb_per_s": refitted["copy_gb_per_s"],
-        "fill_over_roofline": over_roofline(steps, refitted["copy_gb_per_s"]),
+        "fill_device_ms_median": median(steps, "fill_device_s") * 1e3,
+        "copy_gb_per_s": copy_gb_per_s,
+        "fill_over_roofline": over_roofline(steps, copy_gb_per_s),
         "max_extra_bytes": max(step["ranks"][0]["extra_bytes"] for step in steps),
-        "max_grown_bytes": max(step["grown_bytes"] for step in steps),
+        "max_grown_bytes": grown_bytes(steps),
         "all_bytes_right": all(step["same_bytes"] for step in steps),
-        "moved": refitted["moved"],
+        "moved": bool(refitted["moved"]),
     }
-
-
-def phases_ms(rows):
-    return {phase: statistics.median(row["phases_s"][phase] for row in rows) * 1e3 for phase in rows[0]["phases_s"]}
 
 
 def describe_peer(peer):
@@ -240,7 +225,7 @@ def describe_peer(peer):
         "ours_without_flush_ms_median": ours_s(peer, False) * 1e3,
         "ours_host_ms_median": median(ours, "host_s") * 1e3,
         "ours_phases_ms_median": phases_ms(ours),
-        "ours_fill_device_ms_median": median([row["ranks"][0] for row in ours], "fill_device_s") * 1e3,
+        "ours_fill_device_ms_median": median(ours, "fill_device_s") * 1e3,
         "ours_extra_bytes": max(row["ranks"][0]["extra_bytes"] for row in ours),
         "copy_gb_per_s": copy_gb_per_s,
         "fill_over_roofline": over_roofline(ours, copy_gb_per_s),

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.scripts import RESULTS, run_script, write_result
+from fp8refit.bench.code import INSIDE
+from tests.gpu.scripts import run_scenario, write_result
 
 SHAPE = os.environ.get("FP8REFIT_GPU_SHAPE", "qwen3-0.6b")
 WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit")) / "soak"
@@ -30,8 +31,7 @@ pytest.importorskip("vllm")
 
 def run(mode):
     arguments = [mode, "--shape", SHAPE, "--refits", NUM_REFITS, "--work", WORK]
-    log = RESULTS / f"soak-{mode}.log"
-    return run_script("run_soak.py", arguments, out=WORK / f"{mode}.json", log=log, timeout_s=TIMEOUT_S)
+    return run_scenario("soak", arguments, out=WORK / f"{mode}.json", log=f"soak-{mode}", timeout_s=TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
@@ -89,4 +89,4 @@ def test_the_result_is_written(soaked, once):
     result["command"] = "python -m pytest " + shlex.join(sys.argv[1:])
     result["fingerprints_of_one_refit"] = once["fingerprints"]
     result["errors"] = {name: len(outcomes) for name, outcomes in soaked["errors"].items()}
-    write_result("soak", result)
+    write_result("soak", result, INSIDE)

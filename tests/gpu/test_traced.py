@@ -3,7 +3,7 @@
     python -m pytest tests/gpu/test_traced.py                           # vLLM; FP8REFIT_ENGINE=sglang for SGLang
     FP8REFIT_GPU_SHAPES=qwen3-8b python -m pytest tests/gpu/test_traced.py
 
-Every engine runs in a process of its own (`run_traced.py`). The fresh one of a shape runs beside the next shape's, which times
+Every engine has a process of its own (`models_modes.py`). The fresh one of a shape runs beside the next shape's, which times
 nothing meanwhile; then that shape's result is written. All shapes take an H200's 141 GB and 60 GB of /dev/shm; `qwen3-8b` fits
 an H100.
 """
@@ -13,14 +13,15 @@ import json
 import os
 import shutil
 import signal
-import statistics
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.gpu.scripts import RESULTS, ended, started, write_result
+from fp8refit.bench.code import INSIDE, PARTS
+from tests.gpu.judging import comparison, median
+from tests.gpu.scripts import ended, started, write_result
 
 ENGINE = os.environ.get("FP8REFIT_ENGINE", "vllm")
 pytestmark = [
@@ -46,12 +47,12 @@ every_shape = pytest.mark.parametrize("shape", SHAPES)
 
 
 def start(mode, shape):
-    log = RESULTS / f"traced-{ENGINE}-{mode}-{shape}.log"
+    log = f"traced-{ENGINE}-{mode}-{shape}"
     options = ATTENTION.get(ENGINE, {}).get(shape, ())
     arguments = (mode, "--engine", ENGINE, "--shape", shape, "--work", WORK / shape, *options)
-    if mode == "refit":
+    if mode == "traced":
         arguments = (*arguments, "--wait", *(() if IS_PROVED else ("--no-proof",)))
-    return started("run_traced.py", arguments, out=WORK / f"{mode}-{shape}.json", log=log, environment=ENVIRONMENT)
+    return started("models", arguments, out=WORK / f"{mode}-{shape}.json", log=log, environment=ENVIRONMENT)
 
 
 def finish(mode, shape, process):
@@ -77,22 +78,19 @@ def keep_result(shape, engine):
         "twin": engine["twin"],
         "compile_s": engine["compile_s"],
         "first_refit": engine["first_refit"],
-        "later_refit_ms_median": 1e3 * statistics.median(refit["wall_s"] for refit in engine["later_refits"]),
+        "later_refit_ms_median": 1e3 * median(engine["later_refits"], "wall_s"),
         "later_refits": engine["later_refits"],
     }
     if "fresh" in engine:
         fresh = engine["fresh"]
         result["live_tensors_compared"] = sum(map(len, fresh["live"]))
         result["equal_to_fresh_boot"] = {
-            kind: {
-                "live_bytes": engine[kind]["live"] == fresh["live"],
-                "tokens": engine[kind]["generated"]["tokens"] == fresh["generated"]["tokens"],
-                "log_probabilities": engine[kind]["generated"] == fresh["generated"],
-                "graph_replays": engine[kind]["graph_replays"],
-            }
+            kind: comparison(engine[kind], fresh) | {"graph_replays": engine[kind]["graph_replays"]}
             for kind in ("single", "stacked")
         }
-    write_result(f"traced_{ENGINE}_{shape}{'' if IS_PROVED else '_not_proved'}", result)
+    write_result(
+        f"traced_{ENGINE}_{shape}{'' if IS_PROVED else '_not_proved'}", result, INSIDE if ENGINE == "vllm" else PARTS
+    )
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +112,12 @@ def found():
             shutil.rmtree(WORK / shape, ignore_errors=True)
 
         for shape in SHAPES:
-            process = begin("refit", shape)
+            process = begin("traced", shape)
             if fresh is not None:
                 finish_fresh(*fresh)
             (WORK / shape).mkdir(parents=True, exist_ok=True)
             (WORK / shape / "go").touch()
-            result[shape] = finish("refit", shape, process)
+            result[shape] = finish("traced", shape, process)
             fresh = None
             if "ended" not in result[shape]:
                 keep_result(shape, result[shape])

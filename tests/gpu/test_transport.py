@@ -34,7 +34,7 @@ def results():
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
         **results,
     }
-    write_result("transport", found)
+    write_result("transport", found, ("transport",))
 
 
 @pytest.fixture

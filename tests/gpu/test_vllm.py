@@ -2,22 +2,21 @@
 
     python -m pytest tests/gpu                          # the Qwen3-8B shape; FP8REFIT_GPU_SHAPE=qwen3-0.6b for a quick look
 
-Each engine runs in a process of its own (`run_vllm.py`): the fresh engine that a refitted one is compared with was never
+Each engine runs in a process of its own (`refits_modes.py`): the fresh engine that a refitted one is compared with was never
 touched by our fill.
 """
 
-import json
 import os
 import shlex
-import statistics
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.gpu.scripts import RESULTS, write_result
+from fp8refit.bench.code import INSIDE
+from tests.gpu.judging import comparison, grown_bytes, median, over_roofline
+from tests.gpu.scripts import run_scenario, write_result
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,25 +27,20 @@ pytest.importorskip("vllm")
 
 SHAPE = os.environ.get("FP8REFIT_GPU_SHAPE", "qwen3-8b")
 WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit"))
+TIMEOUT_S = float(os.environ.get("FP8REFIT_TIMEOUT_S", "900"))
 MIB = 1 << 20
 COMMAND = "python -m pytest " + shlex.join(sys.argv[1:])
 FAMILIES = ("llama", "llama_tied", "qwen2", "mistral")
 
 
-def run(mode, shape=SHAPE):
+def run(mode, shape=SHAPE, options=("--inside",)):
     """Run one engine in its own process and give what it found."""
-    out = WORK / f"{mode}.json"
-    WORK.mkdir(parents=True, exist_ok=True)
-    script = Path(__file__).with_name("run_vllm.py")
-    command = [sys.executable, str(script), mode, "--shape", shape, "--work", str(WORK / shape), "--out", str(out)]
-    with open(RESULTS / f"vllm-{mode}.log", "w") as log:
-        subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
-    return json.loads(out.read_text())
+    arguments = [mode, "--shape", shape, "--work", WORK / shape, *options]
+    return run_scenario("refits", arguments, out=WORK / f"{mode}.json", log=f"vllm-{mode}", timeout_s=TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
 def refitted():
-    RESULTS.mkdir(parents=True, exist_ok=True)
     return run("refit")
 
 
@@ -62,16 +56,12 @@ def baseline(fresh):
 
 @pytest.fixture(scope="module")
 def families(baseline):
-    return run("families", "families"), run("fresh_families", "families")
+    return run("families", "families", ())["families"]
 
 
 @pytest.fixture(scope="module")
 def slept(families):
     return run("sleep", "qwen3-0.6b")
-
-
-def median(rows, key):
-    return statistics.median(row[key] for row in rows)
 
 
 def test_live_bytes_equal_those_of_a_freshly_booted_engine(refitted, fresh):
@@ -83,25 +73,23 @@ def test_tokens_and_log_probabilities_equal_those_of_a_freshly_booted_engine(ref
 
 
 def test_cuda_graphs_replayed_on_both_sides(refitted, fresh):
-    assert refitted["graph_replays_in_generate"] > 0
-    assert fresh["graph_replays_in_generate"] > 0
+    assert min(refitted["graph_replays"] + fresh["graph_replays"]) > 0
 
 
 def test_fifty_policies_are_each_served_exactly(refitted):
     assert len(refitted["steps"]) == 50
-    assert refitted["wrong_slots_first"] == 0
+    assert refitted["first_refit"]["wrong_slots"] == 0
     assert [step["wrong_slots"] for step in refitted["steps"]] == [0] * 50
-    assert len({step["token"] for step in refitted["steps"]}) > 10
+    assert len({step["tokens"][0][0] for step in refitted["steps"]}) > 10
 
 
 def test_the_first_policy_comes_back_byte_for_byte_after_fifty(refitted):
-    assert refitted["live_again"] == refitted["live"]
-    assert refitted["generated_again"] == refitted["generated"]
+    assert (refitted["again"]["live"], refitted["again"]["generated"]) == (refitted["live"], refitted["generated"])
 
 
 def test_nothing_moves_and_nothing_grows(refitted):
     assert refitted["moved"] == []
-    assert max(step["grown_bytes"] for step in refitted["steps"]) <= 0
+    assert grown_bytes(refitted["steps"]) <= 0
 
 
 def test_extra_memory_is_small(refitted):
@@ -110,7 +98,7 @@ def test_extra_memory_is_small(refitted):
 
 def test_bad_input_is_named_refused_and_healed(refitted):
     bad = refitted["bad_input"]
-    name = "model.layers.7.mlp.up_proj.weight"
+    name = "model.layers.0.mlp.up_proj.weight"
     assert bad["strict"] == {"names": [name], "untouched": True, "dirty": False}
     assert bad["fused"] == {"names": [name], "dirty": True}
     assert bad["refused_s"] < 1
@@ -120,31 +108,29 @@ def test_bad_input_is_named_refused_and_healed(refitted):
 
 
 def test_streams_give_the_same_bytes_in_two_buckets(refitted):
-    for kind, stream in refitted["streams"].items():
+    for kind, stream in refitted["sources"].items():
         assert stream["same_bytes"], kind
         assert stream["peak_extra_bytes"] <= 2 * 256 * MIB + 64 * MIB, kind
 
 
 def test_fill_runs_at_copy_speed(refitted, baseline):
-    for run_, rows in ((refitted, refitted["steps"]), (baseline, baseline["ours"])):
-        roofline_s = run_["num_bytes"] / run_["copy_gb_per_s"] / 1e9
-        assert median(rows, "fill_device_s") / roofline_s <= 1.10
+    assert over_roofline(refitted["steps"], refitted["copy_gb_per_s"][0]) <= 1.10
+    assert baseline["fill_over_copy"] <= 1.10
 
 
 def test_forty_times_faster_than_the_engines_own_reload(baseline):
-    assert [row["wrong_slots"] for row in baseline["ours"] if row["wrong_slots"] is not None] == [0, 0]
-    assert [row["wrong_slots"] for row in baseline["reload_weights"] if row["wrong_slots"] is not None] == [0, 0]
-    assert median(baseline["reload_weights"], "s") / median(baseline["ours"], "s") >= 40
+    (reload,) = baseline["others"]
+    assert baseline["is_repeatable"] and reload["is_repeatable"]
+    assert reload["wall_ms"]["median"] / baseline["plan_fill_verify_ms"]["median"] >= 40
 
 
 def test_first_refit_and_host_time(refitted, baseline):
-    assert baseline["first_refit"]["wall_s"] <= 1.0
+    assert baseline["first_ms"] <= 1000
     assert median(refitted["steps"], "first_launch_s") <= 2e-3
 
 
 def test_write_the_result(refitted, fresh, baseline):
-    steps, ours, reloads = refitted["steps"], baseline["ours"], baseline["reload_weights"]
-    roofline_s = baseline["num_bytes"] / baseline["copy_gb_per_s"] / 1e9
+    steps, (copy_gb_per_s,), (reload,) = refitted["steps"], refitted["copy_gb_per_s"], baseline["others"]
     result = {
         "what": f"vLLM, {SHAPE} shape with outlier channels, BF16 CUDA tensors into a live block-FP8 engine",
         "command": COMMAND,
@@ -152,75 +138,59 @@ def test_write_the_result(refitted, fresh, baseline):
         "versions": refitted["versions"],
         "kernels": refitted["kernels"],
         "num_tensors": refitted["num_tensors"],
-        "bytes_read_and_written": refitted["num_bytes"],
+        "bytes_read_and_written": steps[-1]["num_bytes"],
         "equal_to_fresh_boot": {
-            "live_tensors_compared": len(fresh["live"]),
-            "live_bytes": refitted["live"] == fresh["live"],
-            "tokens": refitted["generated"]["tokens"] == fresh["generated"]["tokens"],
-            "log_probabilities": refitted["generated"] == fresh["generated"],
-            "graph_replays_in_generate": refitted["graph_replays_in_generate"],
+            "live_tensors_compared": len(fresh["live"][0]),
+            **comparison(refitted, fresh),
+            "graph_replays_in_generate": refitted["graph_replays"],
         },
         "fifty_refits": {
             "wrong_slots": sum(step["wrong_slots"] for step in steps),
             "moved_tensors": len(refitted["moved"]),
-            "max_grown_bytes": max(step["grown_bytes"] for step in steps),
+            "max_grown_bytes": grown_bytes(steps),
             "max_peak_extra_bytes": max(step["peak_extra_bytes"] for step in steps),
             "wall_ms_median": median(steps, "wall_s") * 1e3,
             "fill_device_ms_median": median(steps, "fill_device_s") * 1e3,
             "first_launch_ms_median": median(steps, "first_launch_s") * 1e3,
-            "copy_gb_per_s": refitted["copy_gb_per_s"],
-            "fill_over_roofline": median(steps, "fill_device_s")
-            * refitted["copy_gb_per_s"]
-            * 1e9
-            / refitted["num_bytes"],
+            "copy_gb_per_s": copy_gb_per_s,
+            "fill_over_roofline": over_roofline(steps, copy_gb_per_s),
         },
         "first_refit_cold_kernel_cache": refitted["first_refit"],
-        "first_refit_warm_kernel_cache": baseline["first_refit"],
+        "first_refit_warm_kernel_cache": {"wall_s": baseline["first_ms"] / 1e3},
         "against_reload_weights": {
-            "rounds": len(ours),
-            "ours_plan_fill_verify_ms_median": median(ours, "s") * 1e3,
-            "ours_phases_ms_median": {
-                phase: statistics.median(row["phases_s"][phase] for row in ours) * 1e3 for phase in ours[0]["phases_s"]
-            },
-            "ours_first_launch_ms_median": median(ours, "first_launch_s") * 1e3,
-            "ours_fill_device_ms_median": median(ours, "fill_device_s") * 1e3,
+            "rounds": baseline["config"]["rounds"],
+            "ours_plan_fill_verify_ms_median": baseline["plan_fill_verify_ms"]["median"],
+            "ours_phases_ms_median": {phase: ms["median"] for phase, ms in baseline["phases_ms"].items()},
+            "ours_first_launch_ms_median": median(steps, "first_launch_s") * 1e3,
+            "ours_fill_device_ms_median": baseline["fill_device_ms"]["median"],
             "copy_gb_per_s": baseline["copy_gb_per_s"],
-            "roofline_ms": roofline_s * 1e3,
-            "fill_over_roofline": median(ours, "fill_device_s") / roofline_s,
-            "reload_weights_ms_median": median(reloads, "s") * 1e3,
-            "reload_weights_peak_extra_bytes": max(row["peak_extra_bytes"] for row in reloads),
-            "flush_ms": baseline["flush_s"] * 1e3,
-            "times_faster": median(reloads, "s") / median(ours, "s"),
-            "ours_ms": [row["s"] * 1e3 for row in ours],
-            "reload_weights_ms": [row["s"] * 1e3 for row in reloads],
+            "fill_over_roofline": baseline["fill_over_copy"],
+            "reload_weights_ms_median": reload["wall_ms"]["median"],
+            "reload_weights_peak_extra_bytes": reload["peak_extra_bytes"],
+            "times_faster": reload["wall_ms"]["median"] / baseline["plan_fill_verify_ms"]["median"],
+            "bench": baseline,
         },
-        "streams": refitted["streams"],
+        "streams": refitted["sources"],
         "bad_input": refitted["bad_input"],
     }
-    write_result(f"vllm_{SHAPE}", result)
+    write_result(f"vllm_{SHAPE}", result, INSIDE)
 
 
 def test_other_families_equal_a_fresh_boot_too(families):
-    refitted, fresh = families
-    for family in FAMILIES:
-        assert refitted[family]["live"] == fresh[family]["live"], family
-        assert refitted[family]["tokens"] == fresh[family]["tokens"], family
-        assert refitted[family]["logprobs"] == fresh[family]["logprobs"], family
+    assert tuple(families) == FAMILIES
+    for family, found in families.items():
+        assert found["refitted"]["live"] == found["fresh"]["live"], family
+        assert found["refitted"]["generated"] == found["fresh"]["generated"], family
 
 
 def test_sleep_mode(slept):
-    checks = {key: value for key, value in slept.items() if key.startswith("level")}
-    assert len(checks) == 3
-    for kind, check in checks.items():
-        assert "asleep" in check["refused"], kind
-        assert check["same_bytes"], kind
-        assert check["same_output"], kind
-        if kind.endswith("kv_cache first"):
-            assert "kv_cache awake" in check["refused"], kind
+    assert len(slept["sleep"]) == 3
+    for kind, check in slept["sleep"].items():
+        assert check["refused"] == [True] * (2 if kind.endswith("kv_cache first") else 1), kind
+        assert check["same_bytes"] and check["same_output"], kind
 
 
 def test_write_the_result_of_families_and_sleep(families, slept):
-    refitted, fresh = families
     result = {
         "what": "vLLM, small eager engines of the other dense families; Qwen3-0.6B shape under sleep mode",
         "command": COMMAND,
@@ -228,15 +198,14 @@ def test_write_the_result_of_families_and_sleep(families, slept):
         "versions": slept["versions"],
         "families": {
             family: {
-                "kernels": refitted[family]["kernels"],
-                "aliases": refitted[family]["aliases"],
-                "live_tensors_compared": len(fresh[family]["live"]),
-                "live_bytes_equal": refitted[family]["live"] == fresh[family]["live"],
-                "tokens_and_log_probabilities_equal": (refitted[family]["tokens"], refitted[family]["logprobs"])
-                == (fresh[family]["tokens"], fresh[family]["logprobs"]),
+                "kernels": found["kernels"],
+                "aliases": found["aliases"],
+                "live_tensors_compared": len(found["fresh"]["live"][0]),
+                "live_bytes_equal": found["refitted"]["live"] == found["fresh"]["live"],
+                "tokens_and_log_probabilities_equal": found["refitted"]["generated"] == found["fresh"]["generated"],
             }
-            for family in FAMILIES
+            for family, found in families.items()
         },
-        "sleep_qwen3-0.6b": {key: value for key, value in slept.items() if key.startswith("level")},
+        "sleep_qwen3-0.6b": slept["sleep"],
     }
-    write_result("vllm_families_sleep", result)
+    write_result("vllm_families_sleep", result, INSIDE)

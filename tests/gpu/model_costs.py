@@ -1,4 +1,6 @@
-"""What a live model holds beside its parameters, and which rule of fp8refit each tensor falls under."""
+"""What fp8refit makes of a live model, seen from inside its process: what looking at its loader costs, and which rule each
+tensor falls under that it holds beside its parameters.
+"""
 
 import re
 import time
@@ -8,18 +10,59 @@ from typing import Any
 
 import numpy as np
 import torch
+from harness import timed
 from torch import Tensor, nn
 
 from fp8refit.live.held import Holdings
+from fp8refit.live.slots import Inventory, Refusal
+from fp8refit.ranks.target import Target
+from fp8refit.tracing.twin import Twin
+
+NUM_LOOKS = 2
 
 
-def look(model: nn.Module, build_twin: Callable[[], AbstractContextManager[nn.Module]]) -> dict:
+def cost_of_tracing(
+    model: nn.Module, trace: Callable[[], Twin | Refusal], read: Callable[[nn.Module, Twin | Refusal], Inventory]
+) -> dict:
+    """Trace and prove a model's loader again and again, and give the seconds, the refusals, the bytes of GPU memory that the
+    proof takes at most, and those left in use.
+
+    Nothing is collected as garbage in between: what is left is what a trainer would see.
+    """
+    found: dict = {"left_bytes": [], "trace_s": [], "slots_s": [], "proof_s": [], "proof_bytes": [], "refusals": []}
+    for _ in range(NUM_LOOKS):
+        held = allocated()
+        start_s = time.perf_counter()
+        twin = trace()
+        traced_s = time.perf_counter()
+        inventory = read(model, twin)
+        found["slots_s"].append(time.perf_counter() - traced_s)
+        found["trace_s"].append(traced_s - start_s)
+        target = Target(lambda held=inventory: held, device=next(model.parameters()).device, engine="", versions={})
+        proof_s, proof_bytes, layout = timed(target.layout)
+        found["proof_s"].append(proof_s)
+        found["proof_bytes"].append(proof_bytes)
+        found["refusals"] += layout.refusals
+        del twin, inventory, target
+        found["left_bytes"].append(allocated() - held)
+    return found
+
+
+def allocated() -> int:
+    """Bytes that torch holds on this GPU, once it is done with all else."""
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def holdings(model: nn.Module, build_twin: Callable[[], AbstractContextManager[nn.Module]]) -> dict:
     """Seconds of a search, and the tensors, one of each kind with the number of its like."""
     start_s = time.perf_counter()
-    holdings = Holdings(model)
-    found = holdings.search()
+    held_now = Holdings(model)
+    found = held_now.search()
     searched_s = time.perf_counter()
-    has_changed = holdings.have_changed()
+    has_changed = held_now.have_changed()
     looked_s = time.perf_counter()
     with build_twin() as twin:
         values = {held.name: held.tensor for held in Holdings(twin).search()}

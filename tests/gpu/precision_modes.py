@@ -1,36 +1,22 @@
-"""One trainer on the GPU in the precision of an engine, measured as `test_precision.py` asks. The result is a JSON file.
+"""One trainer in the precision of an engine.
 
-python run_precision.py mismatch --shape S --out FILE    k3 of a BF16 and of a unified trainer with one vLLM engine
-python run_precision.py step --layers N --out FILE        forward and backward of layers of the 8B shape, compiled
-
-`mismatch --shape tiny` tries the script where vLLM runs on a CPU.
+mismatch   k3 of a BF16 and of a unified trainer with one vLLM engine
+step       forward and backward of layers of the 8B shape, compiled
 """
 
-import argparse
 import copy
-import json
-import os
-import shlex
 import statistics
-import sys
 from pathlib import Path
-
-os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_DEEP_GEMM_WARMUP": "skip",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 
 import policies
 import torch
-from measuring import gpu_name, log
+from harness import DEVICE, FLAG, WHOLE, log, save, wait_for_gpu
+from live_engines import SMALL, Vllm
 from scripts import wait_for_turn
-from surroundings import cpu_options
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from fp8refit import Refitter
+from fp8refit.bench.clock import device_seconds
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.training import correction, precision
 
@@ -73,7 +59,7 @@ def logprobs_of(model: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
     return torch.cat(found)
 
 
-def run_mismatch(options: argparse.Namespace) -> dict:
+def run_mismatch(options) -> dict:
     """k3 of both trainers with what the engine sampled and said of it."""
     import vllm
 
@@ -81,18 +67,16 @@ def run_mismatch(options: argparse.Namespace) -> dict:
     folder = options.work / options.shape
     policies.write_config(options.shape, folder)
     model = make_model(folder)
-    on_a_gpu = {"max_model_len": 512, "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2 << 30}
-    llm = vllm.LLM(
-        model=str(folder),
+    llm = Vllm(
+        folder,
+        is_inside=True,
         load_format="dummy",
         quantization=None if options.bf16 else "fp8_per_block",
-        skip_tokenizer_init=True,
         enable_prefix_caching=False,
         enforce_eager=True,
-        **(cpu_options() or on_a_gpu),
-    )
+        **SMALL | {"max_model_len": 512, "kv_cache_memory_bytes": 2 << 30},
+    ).candidate
     refitter = None if options.bf16 else Refitter(llm)
-    log("engine is up")
     slots = refitter.layout().slots if refitter is not None else ()
     formats = {f"{slot.kernel} {slot.scale_format}" for slot in slots if slot.scale_format}
     found: dict = {"formats": sorted(formats), "vllm": vllm.__version__}
@@ -178,7 +162,7 @@ def vars_of(metrics: object) -> dict:
     return {name: float(getattr(metrics, name)) for name in ("k3", "token_mult_prob_error", "ess")}
 
 
-def run_step(options: argparse.Namespace) -> dict:
+def run_step(options) -> dict:
     """Interleaved medians of a BF16 stack and of the same in the precision of an engine, each layer compiled."""
     folder = options.work / "qwen3-8b"
     policies.write_config("qwen3-8b", folder)
@@ -246,13 +230,8 @@ def layout_of(model: torch.nn.Module, scale_format: str) -> EngineLayout:
 
 
 def timed(run) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in "12")
-    torch.cuda.synchronize()
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    wait_for_gpu()
+    return device_seconds(run, DEVICE)
 
 
 def profile(model: torch.nn.Module, ids: torch.Tensor) -> list[list]:
@@ -265,27 +244,9 @@ def profile(model: torch.nn.Module, ids: torch.Tensor) -> list[list]:
     return [[event.key[:120], event.count, event.self_device_time_total / 1e3] for event in events[:25]]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("mode", choices=["mismatch", "step"])
-    parser.add_argument("--shape", default="qwen3-0.6b-untied")
-    parser.add_argument("--bf16", action="store_true", help="an engine without FP8: the least mismatch there can be")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=4, help="sequences that the tokens are cut into")
-    parser.add_argument("--work", type=Path, default=Path("/dev/shm/fp8refit/precision"))
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    save(options, {"mismatch": run_mismatch, "step": run_step}[options.mode](options))
-    return 0
-
-
-def save(options: argparse.Namespace, found: dict) -> None:
-    """Write what was found until now."""
-    command = shlex.join(["python", "tests/gpu/run_precision.py", *sys.argv[1:]])
-    about = {"gpu": gpu_name(), "torch": torch.__version__, "command": command}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found | about, indent=1))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+OPTIONS = {
+    "bf16": FLAG | {"help": "an engine without FP8: the least mismatch there can be"},
+    "layers": WHOLE | {"default": 8},
+    "batch": WHOLE | {"default": 4, "help": "sequences that the tokens are cut into"},
+}
+MODES = {"mismatch": run_mismatch, "step": run_step}

@@ -1,0 +1,175 @@
+"""One engine of a model with experts or latent attention, or of a whole model.
+
+    refit    a noise engine, refitted to policy 1 from stacked experts and from single ones, and after its own reload
+    fresh    boots from the FP8 checkpoint that `refit` or `traced` wrote
+    speed    vLLM: refits from single and stacked experts beside its own reload
+    traced   a noise engine's first refit, and what looking at its loader costs; writes a checkpoint by the specification
+    held     prints what an engine's model holds beside its parameters
+
+vLLM's driver is in this process: else requests reach the scheduler one by one, and what is batched with what, which the last
+bits depend on, is chance; and what a refit leaves behind can be looked at.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import model_costs
+import policies
+import torch
+from checkpoints import count_wrong, fp8_folder, kernels_of, write_checkpoints, write_layout, write_specified
+from harness import FLAG, WHOLE, log, measure_copy_gb_per_s, timed, timed_refit
+from live_engines import HAS_GPU, Engine, Sglang, Vllm
+
+from fp8refit import Refitter
+
+NUM_ROUNDS = 7
+GO = "go"
+"""A file that `--wait` waits for before anything is timed."""
+ROOM = {"gpu_memory_utilization": 0.12, "kv_cache_memory_bytes": 2 << 30}
+"""vLLM profiles nothing, so that engines on one GPU can start and end beside one another."""
+FEW_TOKENS = {"mem_fraction_static": 0.5, "max_total_tokens": 8192}
+"""SGLang holds what is free against the fraction, and engines beside it change that; its KV cache has these tokens."""
+NCCL_ALONE = {"disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True}
+"""SGLang compiles its other sums over ranks at their first use, from sources that not every host has."""
+
+
+def boot(args, model: Path, **options: Any) -> Engine:
+    if args.attention:
+        options["attention_backend"] = args.attention
+    if args.engine == "vllm":
+        own = {"tensor_parallel_size": args.tp, "enable_expert_parallel": args.ep, "enforce_eager": args.eager}
+        return Vllm(model, is_inside=True, **ROOM | own | options)
+    own = {"tp_size": args.tp, "ep_size": args.tp if args.ep else 1, **FEW_TOKENS}
+    if HAS_GPU:
+        own |= NCCL_ALONE | {"disable_cuda_graph": args.eager}
+    return Sglang(model, **own | options)
+
+
+def boot_noise(args) -> Engine:
+    policies.write_config(args.shape, args.work / "dummy")
+    return boot(args, args.work / "dummy", is_noise=True)
+
+
+def run_refit(args) -> dict:
+    """From noise through policy 2 to policy 1, from stacked experts and from single ones; then after its own reload."""
+    engine = boot_noise(args)
+    result: dict = {"noise": engine.observe()}  # it has made the copies that a first forward makes
+    places = engine.ask("places")
+    policy, refitter = policies.allocate(args.shape), Refitter(engine.candidate)
+    refitter.refit(policies.fill_policy(policy, 2))
+    report = refitter.refit(policies.fill_policy(policy, 1))
+    result |= {"stacked": engine.observe(), "num_tensors": report.num_tensors}
+    layout = refitter.layout()
+    result["kernels"] = kernels_of(layout)
+    write_layout(layout, args.work, args.name)
+    write_checkpoints(args.shape, args.work)
+    refitter.refit(policies.fill_policy(policy, 2))
+    report = refitter.refit(policies.expert_by_expert(policies.fill_policy(policy, 1)))
+    result["single"] = engine.observe() | {"num_tensors": report.num_tensors}
+    result["moved"] = places != engine.ask("places")
+    log("the engine's own reload")
+    engine.reload(fp8_folder(args.work, args.name))
+    refitter.refit(policies.fill_policy(policy, 2))
+    refitter.refit(policies.fill_policy(policy, 1))
+    result["after_reload"] = engine.observe()
+    engine.shutdown()
+    return result
+
+
+def run_fresh(args) -> dict:
+    engine = boot(args, fp8_folder(args.work, args.name))
+    found = engine.observe()
+    engine.shutdown()
+    return {"fresh": found}
+
+
+def run_speed(args) -> dict:
+    """Interleaved on one engine and the same CUDA tensors."""
+    policies.write_config(args.shape, args.work / "dummy")
+    options = {"load_format": "dummy", "quantization": "fp8_per_block", "gpu_memory_utilization": 0.32}
+    llm = boot(args, args.work / "dummy", **options).candidate
+    stacked = policies.fill_policy(policies.allocate(args.shape), 1)
+    single = policies.expert_by_expert(stacked)
+    sources = {"single": single, "stacked": stacked}
+    refitter = Refitter(llm)
+    result: dict = {"first_refit": timed_refit(refitter, single), "rounds": []}
+    result["first_stacked_refit"] = timed_refit(refitter, stacked)
+    log("refitted")
+    for round_ in range(NUM_ROUNDS):
+        policies.fill_policy(stacked, 2 + round_ % 2)
+        found: dict = {}
+        for kind, source in sources.items():
+            refitter.refit(source)  # another layout of the same source compiles its plan anew
+            found[kind] = timed_refit(refitter, dict(source))
+            found[kind]["wrong_slots"] = count_wrong(refitter, single) if round_ in (0, NUM_ROUNDS - 1) else None
+        found["copy_gb_per_s"] = measure_copy_gb_per_s()
+        torch.cuda.empty_cache()
+        arguments = {"weights_iterator": iter(single.items())}
+        reload = timed(lambda: llm.collective_rpc("reload_weights", kwargs=arguments))  # noqa: B023 - called at once
+        found["reload_s"], found["reload_peak_extra_bytes"], _ = reload
+        refitter.refit(single)  # what the reload replaced is read again here
+        log(f"round {round_}: {found}")
+        result["rounds"].append(found)
+    return result
+
+
+def run_traced(args) -> dict:
+    """From noise through policy 2 to policy 1, tensor by tensor as a checkpoint holds them; then from stacked experts."""
+    engine = boot_noise(args)
+    places = engine.ask("places")
+    while args.wait and not (args.work / GO).exists():
+        time.sleep(0.1)
+    result: dict = {"compile_s": engine.ask("compile")[0]}
+    stacked = policies.allocate(args.shape)
+    single = policies.expert_by_expert(stacked)
+    refitter = Refitter(engine.candidate, prove_trace=not args.no_proof)
+    policies.fill_policy(stacked, 2)
+    result["first_refit"] = timed_refit(refitter, single)
+    log(f"first refit: {result['first_refit']}")
+    result["twin"] = engine.ask("loader")[0]
+    log(f"twin: {result['twin']}")
+    result["later_refits"] = []
+    for index in range(NUM_ROUNDS):
+        policies.fill_policy(stacked, 1 + (NUM_ROUNDS - 1 - index) % 2)  # the last is policy 1
+        result["later_refits"].append(timed_refit(refitter, single))
+    result["num_tensors"], result["is_proved"] = len(single), not args.no_proof
+    result["single"] = engine.observe()
+    result["moved"] = places != engine.ask("places")
+    layout = refitter.layout()
+    result["kernels"] = kernels_of(layout)
+    log("write a checkpoint")
+    write_layout(layout, args.work, args.name)
+    write_specified(args.shape, single, layout, fp8_folder(args.work, args.name))
+    log("from stacked experts")
+    refitter.refit(policies.fill_policy(stacked, 2))
+    refitter.refit(policies.fill_policy(stacked, 1))
+    result["stacked"] = engine.observe()
+    engine.shutdown()
+    return result
+
+
+def run_held(args) -> dict:
+    """What the model of a noise engine holds beside its parameters, after its boot and after its first forward."""
+    engine = boot_noise(args)
+    found = {"after_boot": engine.ask("held")[0]}
+    engine.observe()
+    found["after_forward"] = engine.ask("held")[0]
+    for name, looked in found.items():
+        print(f"=== {args.engine} {args.shape} {name}")
+        model_costs.show(looked)
+    engine.shutdown()
+    return found
+
+
+OPTIONS = {
+    "engine": {"choices": ["vllm", "sglang"], "default": "vllm"},
+    "name": {"default": "engine", "help": "of its layout, by which `fresh` finds its checkpoint"},
+    "tp": WHOLE,
+    "ep": FLAG,
+    "eager": FLAG,
+    "attention": {},
+    "wait": FLAG,
+    "no-proof": FLAG,
+}
+MODES = {"refit": run_refit, "fresh": run_fresh, "speed": run_speed, "traced": run_traced, "held": run_held}
