@@ -1,7 +1,8 @@
 """Finds every tensor that the modules of a model and their helpers hold, wherever they keep it.
 
 Engines keep tensors in plain attributes, containers, kernel objects, closures, default arguments, and caches of functions and
-classes. Not looked at: variables of Python modules, and memory that only C++ knows.
+classes. Not looked at: variables of Python modules, memory that only C++ knows, and what torch.compile keeps: its code takes
+weights as arguments, and its CUDA graphs write what they put out anew.
 """
 
 import gc
@@ -138,7 +139,9 @@ class Holdings:
         stack.reverse()
         while stack:
             path, value = stack.pop()
-            if type(value) in _PLAIN or isinstance(value, _OPAQUE + closed) or id(value) in seen or _is_ours(value):
+            if type(value) in _PLAIN or isinstance(value, _OPAQUE + closed) or id(value) in seen:
+                continue
+            if _is_ours(value) or _is_compiler(value):
                 continue
             if isinstance(value, type) and path:
                 classes.setdefault(value, module)
@@ -159,6 +162,11 @@ def _is_ours(value: object) -> bool:
     """Whether fp8refit attached it, such as the drop-in's `load_weights`. Modules of a model are looked into all the same."""
     place = value.__globals__.get("__name__") if isinstance(value, FunctionType) else type(value).__module__
     return str(place).partition(".")[0].startswith("fp8refit")
+
+
+def _is_compiler(value: object) -> bool:
+    """Whether it is the part of a compiled function that compiles. The function itself is looked into."""
+    return str(type(value).__module__).startswith("torch._dynamo.")
 
 
 def _tensor_of(array: "np.ndarray[Any, Any]") -> Tensor:

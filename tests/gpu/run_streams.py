@@ -15,6 +15,7 @@ import pstats
 import statistics
 import tempfile
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 
 import side_by_side
@@ -105,6 +106,14 @@ def measure(arguments: argparse.Namespace) -> None:
             llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(items)})
 
         ways["vLLM's reload_weights of the same stream"] = reload_weights
+    if not is_sparse:
+        turns = cycle([{name: tensor.clone() for name, tensor in policy.items()}, policy])
+        ways["two state dicts in turn"] = lambda: refitter.refit(next(turns))
+    if arguments.place == "outside":
+        pageable = {name: tensor.cpu() for name, tensor in policy.items()}
+        pinned = {name: tensor.pin_memory() for name, tensor in pageable.items()} if torch.cuda.is_available() else {}
+        ways["CPU tensors"] = lambda: refitter.refit(pageable)
+        ways["pinned CPU tensors"] = lambda: refitter.refit(pinned or pageable)
     scratch = torch.empty(min(256 << 20, num_bytes), dtype=torch.uint8, device=policies.DEVICE)
     scratch_from = torch.empty_like(scratch)
 

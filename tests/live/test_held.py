@@ -188,3 +188,32 @@ def test_what_fp8refit_attached_is_left_out(place, is_found):
     model.load_weights = space["wrapped"](functools.wraps, torch.ones(2))
     model.helper, helper.kept = helper, torch.ones(3)
     assert len(Holdings(model).search()) == 2 * is_found
+
+
+class Backend:
+    """Keeps what it was given, and what its code puts out, as vLLM's keeps that of CUDA graphs."""
+
+    def __init__(self) -> None:
+        self.kept = []
+
+    def __call__(self, graph, inputs):
+        def run(*given):
+            out = graph(*given)
+            self.kept += [each.clone() for each in (*given, *out)]
+            return out
+
+        return run
+
+
+def test_what_a_compiler_keeps_is_left_out_and_what_the_function_keeps_is_found():
+    model, table = Attention(), torch.ones(2)
+
+    def forward(x):
+        return x + model.weight * table
+
+    model.compiled = torch.compile(forward, backend=Backend())
+    holdings = Holdings(model)
+    assert "compiled.fn.table" in [name.removeprefix(".") for name in names(holdings.search())]
+    before = names(holdings.search())
+    model.compiled(torch.ones(2))
+    assert names(holdings.search()) == before

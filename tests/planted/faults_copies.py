@@ -106,4 +106,11 @@ FAULTS = [
         after="lambda: None",
         found_by="tests/vllm/test_kept_copies.py -k sinks",
     ),
+    Fault(
+        name="what torch.compile keeps is taken for copies of weights",
+        at="fp8refit/live/held.py::Holdings._walk",
+        before="_is_ours(value) or _is_compiler(value)",
+        after="_is_ours(value)",
+        found_by="tests/live/test_held.py",
+    ),
 ]
