@@ -12,6 +12,7 @@
 - `nox -s zoo`: every model that an engine names and transformers can make small; writes docs/zoo.md
 - `nox -s matrix`: refits, updates and weight transfer on every version in `MATRIX`; writes benchmarks/results/matrix.json
 - `nox -s planted`: every fault of `tests/planted`, planted into a copy, is found by its fuzzer or oracle
+- `nox -s mutants`: random mutants of the core, and which of them no test kills; `-- --out benchmarks/results/mutants.json`
 - `nox -s lock`: the newest tools for development into tests/tools-lock.txt
 - `nox -s release`: everything of a release up to the upload, which it leaves to you
 
@@ -296,6 +297,13 @@ def planted_sglang(session: nox.Session) -> None:
 
 def run_planted(session: nox.Session, finders: str) -> None:
     session.run("python", "-m", "tests.planted.run_planted", "--session", finders, *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """Random mutants of the core, one after the other: `-- [--number N] [--seed N] [--out FILE.json]`."""
+    install_core(session)
+    session.run("python", "-m", "tests.mutants.run_mutants", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session

@@ -1,0 +1,108 @@
+"""Random mutants: what they change, and what the runner says of those of a small project."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.operators import mutants
+
+ROOT = Path(__file__).parents[2]
+CODE = '''
+"""Words."""
+LIMIT = 2
+
+def clip(number):
+    while number > LIMIT:
+        number -= 1
+    return number
+
+def unused():
+    return 3
+'''
+FINDER = """
+from fp8refit.code import clip
+
+def test_low():
+    assert clip(1) == 1
+
+def test_high():
+    assert clip(4) == 2
+"""
+RUN = "from tests.mutants import run_mutants as r; r.PRELOADED, r.HANGS_S = (), 4.0; r.main()"
+EXPECTED = {
+    (3, "constant", "3"): ("killed", "test_high"),
+    (6, "comparison", "number >= LIMIT"): ("killed", "test_high"),
+    (6, "comparison", "number <= LIMIT"): ("killed", "test_high"),
+    (7, "drop statement", "pass"): ("timeout", None),
+    (7, "constant", "2"): ("survived", None),  # 4 - 2
+    (8, "return None", "return None"): ("killed", "test_"),
+    (11, "return None", "return None"): ("survived", None),
+    (11, "constant", "4"): ("survived", None),
+}
+
+
+@pytest.fixture
+def project(tmp_path):
+    for name, content in {
+        "fp8refit/__init__.py": "",
+        "fp8refit/code.py": CODE,
+        "tests/live/test_code.py": FINDER,
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    user = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for command in (["init", "-q"], ["add", "."], [*user, "commit", "-q", "-m", "All"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def run(project, number):
+    out = project / "out.json"
+    options = ["--tree", project, "--map", project / "build", "--out", out, "--number", str(number)]
+    subprocess.run(
+        [sys.executable, "-c", RUN, *map(str, options)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        check=True,
+    )
+    return json.loads(out.read_text())
+
+
+def test_a_mutant_is_killed_if_a_test_that_runs_its_line_fails_or_hangs(project):
+    begun = run(project, 2)["mutants"]
+    written = run(project, 100)
+    assert written["mutants"][:2] == begun
+    found = {(each["line"], each["operator"], each["after"]): each for each in written["mutants"]}
+    assert found.keys() == EXPECTED.keys()
+    for key, (outcome, by) in EXPECTED.items():
+        assert found[key]["outcome"] == outcome, key
+        assert (found[key]["by"] is None) == (by is None) and (by or "") in (found[key]["by"] or ""), key
+        assert (found[key]["num_tests"] == 0) == (key[0] == 11)
+    assert written["totals"] == {"tried": 8, "killed": 4, "survived": 3, "timeout": 1, "kill_rate": 0.625}
+    assert (project / "fp8refit" / "code.py").read_text() == CODE
+
+
+@pytest.mark.parametrize(
+    "code, expected",
+    [
+        ("if a and not b:\n    pass", {"not (a and (not b))", "a or not b", "b"}),
+        ("x = [y for y in z if y]", {"True"}),
+        ("x.y = -z // 2", {"pass", "-z * 2", "z", "3"}),
+        ("for x in y:\n    break", {"continue"}),
+        ("a = b < c", {"b <= c", "b >= c"}),
+        ("a = b in c", {"b not in c"}),
+        ("raise A(True)", {"pass", "False"}),
+        ("@jit\ndef kernel():\n    return 1", set()),
+        ("@dataclass(slots=True)\nclass A:\n    b: Abc | None = None\n    d: Abc[1]", set()),
+        ('def f(a) -> None:\n    """Words."""\n    return', set()),
+        ('isinstance(a, Abc | Bcd)\nb = f"{a + 1}" + "words"', {"pass"}),
+    ],
+)
+def test_operators(code, expected):
+    found = mutants(code, "code.py")
+    assert {mutant.after for mutant in found} == expected
+    for mutant in found:
+        assert compile(mutant.source(code), "code.py", "exec") and mutant.source(code) != code
