@@ -36,7 +36,6 @@ ARITHMETIC = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
     path: str
-    line: int
     operator: str
     node: ast.expr | ast.stmt
     after: str
@@ -46,6 +45,10 @@ class Mutant:
     def lines(self) -> range:
         return range(self.node.lineno, self.node.end_lineno + 1)
 
+    @property
+    def key(self) -> tuple[str, int, int, str, str]:
+        return self.path, self.node.lineno, self.node.col_offset, self.operator, self.after
+
     def source(self, text: str) -> str:
         """The module with it."""
         return syntax.put(text, [self.node], self.after)
@@ -54,7 +57,7 @@ class Mutant:
 def mutants(text: str, path: str) -> list[Mutant]:
     """All of a module, in the order of its nodes."""
     return [
-        Mutant(path=path, line=place.lineno, operator=operator, node=place, after=after)
+        Mutant(path=path, operator=operator, node=place, after=after)
         for node in _nodes(ast.parse(text))
         for operator, place, after in _changes(node)
     ]

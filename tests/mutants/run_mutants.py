@@ -1,6 +1,6 @@
 """Random mutants of the core, one at a time: does a test fail?
 
-    python -m tests.mutants.run_mutants [--number 200] [--seed 0] [--tree FOLDER] [--map FOLDER] [--out FILE.json]
+    python -m tests.mutants.run_mutants [--number 200] [--seed 0] [--only PART] [--again] [--out FILE.json]
 
 The mutants are drawn from all that `operators.py` makes. Each stands in a copy of the project, and the tests that run its
 line try it, quickest first, until one fails or their time is over. What is equal to the code in all that it does counts
@@ -50,6 +50,7 @@ NO_TESTS = 5
 class Outcome:
     path: str
     line: int
+    column: int
     operator: str
     after: str
     outcome: str
@@ -191,11 +192,13 @@ def attempt(mutant: Mutant, copy: Copy, line_map: LineMap, limit_s: float) -> Ou
                 break
     finally:
         file.write_text(original)
+    path, line, column, operator, after = mutant.key
     return Outcome(
-        path=mutant.path,
-        line=mutant.line,
-        operator=mutant.operator,
-        after=mutant.after,
+        path=path,
+        line=line,
+        column=column,
+        operator=operator,
+        after=after,
         outcome=outcome,
         by=by,
         num_tried=len(tried),
@@ -217,6 +220,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--number", type=int, default=200, help="How many mutants.")
     parser.add_argument("--seed", type=int, default=0, help="Of the draw.")
+    parser.add_argument("--only", default="", metavar="PART", help="Only those in files with this in their path.")
+    parser.add_argument("--again", action="store_true", help="Try again what survived: with new tests, or more time.")
     parser.add_argument("--limit-s", type=float, default=ALL_S, help="How long the tests of a mutant may take.")
     parser.add_argument("--tree", type=Path, default=ROOT, metavar="FOLDER", help="Another checkout of the project.")
     parser.add_argument("--map", type=Path, metavar="FOLDER", help="Where it is kept which tests run a line.")
@@ -237,17 +242,16 @@ def main() -> None:
         "seed": chosen.seed,
         "limit_s": chosen.limit_s,
     }
-    outcomes = json.loads(chosen.out.read_text())["mutants"] if chosen.out.exists() else []
+    known = json.loads(chosen.out.read_text())["mutants"] if chosen.out.exists() else []
+    outcomes = {(each["path"], each["line"], each["column"], each["operator"], each["after"]): each for each in known}
     with tempfile.TemporaryDirectory(prefix="fp8refit-mutants-") as scratch:
         copy = Copy(chosen.tree, Path(scratch).resolve())
-        for position, mutant in enumerate(drawn(chosen.tree, chosen.number, chosen.seed)):
-            if position < len(outcomes):
-                known = outcomes[position]
-                assert (known["path"], known["line"]) == (mutant.path, mutant.line), f"{chosen.out} is of other code"
-                continue
-            outcomes.append(asdict(attempt(mutant, copy, line_map, chosen.limit_s)))
-            write(outcomes, chosen.out, about)
-            print(*outcomes[-1].values(), flush=True)
+        for mutant in drawn(chosen.tree, chosen.number, chosen.seed):
+            is_tried = mutant.key in outcomes and not (chosen.again and outcomes[mutant.key]["outcome"] == "survived")
+            if chosen.only in mutant.path and not is_tried:
+                outcomes[mutant.key] = asdict(attempt(mutant, copy, line_map, chosen.limit_s))
+                write(list(outcomes.values()), chosen.out, about)
+                print(*outcomes[mutant.key].values(), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -60,9 +61,9 @@ def project(tmp_path):
     return tmp_path
 
 
-def run(project, number):
+def run(project, *more):
     out = project / "out.json"
-    options = ["--tree", project, "--map", project / "build", "--out", out, "--number", str(number)]
+    options = ["--tree", project, "--map", project / "build", "--out", out, *more]
     subprocess.run(
         [sys.executable, "-c", RUN, *map(str, options)],
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
@@ -72,8 +73,8 @@ def run(project, number):
 
 
 def test_a_mutant_is_killed_if_a_test_that_runs_its_line_fails_or_hangs(project):
-    begun = run(project, 2)["mutants"]
-    written = run(project, 100)
+    begun = run(project, "--number", "2")["mutants"]
+    written = run(project)
     assert written["mutants"][:2] == begun
     found = {(each["line"], each["operator"], each["after"]): each for each in written["mutants"]}
     assert found.keys() == EXPECTED.keys()
@@ -106,3 +107,16 @@ def test_operators(code, expected):
     assert {mutant.after for mutant in found} == expected
     for mutant in found:
         assert compile(mutant.source(code), "code.py", "exec") and mutant.source(code) != code
+
+
+def test_what_survived_is_tried_again_with_new_tests(project):
+    only = ("--only", "other.py")
+    (project / "fp8refit" / "other.py").write_text("def one():\n    return 1\n")
+    subprocess.run(["git", "add", "."], cwd=project, check=True)
+    assert run(project, *only)["totals"] == {"tried": 2, "killed": 0, "timeout": 0, "survived": 2, "kill_rate": 0.0}
+    shutil.rmtree(project / "build")
+    finder = "from fp8refit.other import one\n\ndef test_one():\n    assert one() == 1\n"
+    (project / "tests" / "live" / "test_other.py").write_text(finder)
+    subprocess.run(["git", "add", "."], cwd=project, check=True)
+    assert run(project, *only)["totals"]["killed"] == 0
+    assert run(project, *only, "--again")["totals"]["killed"] == 2
