@@ -34,8 +34,14 @@ from tests.mutants.operators import Mutant, mutants
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = ("bench", "cli", "testing", "moved.py", "__main__.py")
 """What is not the core, and old names of its modules."""
-PRELOADED = ("torch", "transformers", "hypothesis", "safetensors.torch", "pydantic", "numpy")
-"""What is imported once, before the processes of the tests are forked."""
+PRELOADED = (
+    "torch._inductor.utils",
+    "transformers.modeling_utils",
+    "hypothesis",
+    "safetensors.torch",
+    "triton.language",
+)
+"""What takes long to import: once, before the processes of the tests are forked."""
 FIRST_S, ALL_S = 4.0, 30.0
 """What the tests of a mutant may take without it, in seconds of a processor: those that are tried first, and all of them."""
 HANGS_S, HANGS_TIMES = 60.0, 4.0
@@ -125,8 +131,10 @@ class Copy:
         # By hash, also once they are written again: a mutant may have the size and, to the second, the time of its file.
         by_hash = py_compile.PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(folder, quiet=1, invalidation_mode=by_hash)
-        for name in PRELOADED:
-            importlib.import_module(name)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")  # as in tests/conftest.py
+            for name in PRELOADED:
+                importlib.import_module(name)
 
     def run(self, tests: list[str], expected_s: float) -> tuple[int | None, str | None]:
         """The exit code of pytest, negative for a signal, or None if it took too long; the test that failed."""
