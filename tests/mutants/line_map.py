@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 from coverage import CoverageData
+from coverage.exceptions import DataError
 
 from tests.mutants import seen_lines
 
@@ -25,7 +27,7 @@ CONFIG = """
 [run]
 source = {tree}/fp8refit
 data_file = {data}
-context = ${{{test}-}}
+concurrency = multiprocessing, thread
 parallel = true
 sigterm = true
 core = ctrace
@@ -56,7 +58,7 @@ class LineMap:
 
     def _run(self, name: str) -> None:
         config = self.folder / f"{name}.ini"
-        config.write_text(CONFIG.format(tree=self.tree, data=self.folder / name, test=seen_lines.TEST))
+        config.write_text(CONFIG.format(tree=self.tree, data=self.folder / name))
         started = environment(self.tree)
         started |= {"COVERAGE_PROCESS_START": str(config), seen_lines.OUT: str(self.folder / f"{name}.json")}
         started["PYTHONPATH"] += os.pathsep + str(HERE)
@@ -72,8 +74,10 @@ class LineMap:
         for file in sorted(self.folder.glob("*.json")):
             self.seconds |= json.loads(file.read_text())
             for part in sorted(self.folder.glob(f"{file.stem}.*.*")):
-                self._data.append(CoverageData(str(part)))
-                self._data[-1].read()
+                data = CoverageData(str(part))
+                with suppress(DataError):  # of a process that was killed
+                    data.read()
+                    self._data.append(data)
 
     def tests(self, path: str, lines: range) -> set[str]:
         """The tests that run one of these lines; of a line that runs at import, all that run a line of the file."""

@@ -23,15 +23,27 @@ def clip(number):
 
 def unused():
     return 3
+
+def elsewhere(word):
+    return f"{word}!"
 '''
 FINDER = """
-from fp8refit.code import clip
+import multiprocessing
+import pytest
+from fp8refit.code import clip, elsewhere
 
 def test_low():
     assert clip(1) == 1
 
 def test_high():
     assert clip(4) == 2
+
+@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
+def test_elsewhere(start):
+    with multiprocessing.get_context(start).Pool(1) as pool:
+        assert pool.map(elsewhere, ["$%"]) == ["$%!"]
+        pool.close()
+        pool.join()
 """
 RUN = "from tests.mutants import run_mutants as r; r.PRELOADED, r.HANGS_S = (), 4.0; r.main()"
 EXPECTED = {
@@ -43,6 +55,7 @@ EXPECTED = {
     (8, "return None", "return None"): ("killed", "test_"),
     (11, "return None", "return None"): ("survived", None),
     (11, "constant", "4"): ("survived", None),
+    (14, "return None", "return None"): ("killed", "test_elsewhere"),
 }
 
 
@@ -82,7 +95,8 @@ def test_a_mutant_is_killed_if_a_test_that_runs_its_line_fails_or_hangs(project)
         assert found[key]["outcome"] == outcome, key
         assert (found[key]["by"] is None) == (by is None) and (by or "") in (found[key]["by"] or ""), key
         assert (found[key]["num_tests"] == 0) == (key[0] == 11)
-    assert written["totals"] == {"tried": 8, "killed": 4, "survived": 3, "timeout": 1, "kill_rate": 0.625}
+    assert found[14, "return None", "return None"]["num_tests"] == 3
+    assert written["totals"] == {"tried": 9, "killed": 5, "timeout": 1, "survived": 3, "kill_rate": 0.667}
     assert (project / "fp8refit" / "code.py").read_text() == CODE
 
 
