@@ -534,6 +534,15 @@ def test_a_refit_heals_what_a_stream_left_and_streams_go_on_after_it(tied):
     tied.assert_holds(tied.policies[0], 2)
 
 
+def test_what_comes_after_closing_does_not_complete_what_came_before(tied):
+    names = list(tied.policies[0])
+    tied.load(tied.policies[0], *names[:2])
+    tied.drop_in.close()
+    with pytest.raises(EngineDirtyError, match="broke off"):
+        tied.load(tied.policies[0], *names[2:])
+    assert (tied.refitter.version, tied.refitter.is_dirty) == (0, True)
+
+
 def test_a_refit_takes_over_between_two_calls_of_a_trainer_and_never_within_one():
     """A trainer that died in mid-push never calls again; one that lives may not write over what took over."""
     site = Site("alone")

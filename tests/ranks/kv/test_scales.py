@@ -132,6 +132,12 @@ def test_the_margin_is_two_where_nothing_clamps_and_else_what_is_said():
         assert FakeEngine(saturates=saturates).scales.scales_for(amax, KvConfig(margin=1.5)) == {K: 1.5}
 
 
+@pytest.mark.parametrize("amax", [0.5, 1e-3])
+def test_a_maximum_below_one_becomes_a_scale_too(amax):
+    scales = FakeEngine(saturates=True).scales.scales_for({K: amax, V: 0.0}, CONFIG)
+    assert scales == {K: to_float32(1.05 * amax / 448)}
+
+
 def test_only_the_kinds_that_are_wanted_are_measured():
     engine, config = FakeEngine(), KvConfig(scales=("q", "v"))
     measured = engine.scales.measure(tokens((4,)), config)
