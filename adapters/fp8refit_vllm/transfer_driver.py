@@ -98,7 +98,7 @@ class TransferDriver(Engine, Channel):
                 raise UnsupportedEngineError(
                     f"this engine does not accept weights from fp8refit ({error}); {_NOT_CONFIGURED}"
                 ) from error
-            self._require_board()
+            self._check_is_ours()
             raise EngineLostError(
                 f"a call to the engine's ranks failed ({error}); its log says why. Create a new trainer; if that fails "
                 "too, restart the engine"
@@ -126,7 +126,7 @@ class TransferDriver(Engine, Channel):
         vLLM gets a version only if a new policy was written.
         """
         client, before, timeout_s = self._client, self.ranks.version, self._config.timeout_s + GRACE_S
-        self._require_board()
+        self._check_is_ours()
         self._ask(client.start_weight_update, timeout_s)
         try:
             yield Refitter(self, self._config)
@@ -196,16 +196,18 @@ class TransferDriver(Engine, Channel):
             )
 
     def _require_board(self) -> Board:
-        """The board, while the ranks serve this trainer.
+        if self._board is None:
+            raise EngineLostError("this trainer was shut down or has lost its engine; create a new one")
+        return self._board
+
+    def _check_is_ours(self) -> None:
+        """Check that the ranks still serve this trainer: once an update, as it asks the store.
 
         Raises:
             EngineLostError: They do not.
         """
-        if self._board is None:
-            raise EngineLostError("this trainer was shut down or has lost its engine; create a new one")
-        if why := self._board.first_word():
+        if why := self._require_board().first_word():
             raise EngineLostError(f"the engine no longer answers this trainer: {why}. Create a new trainer")
-        return self._board
 
     def _ask(self, call: Callable[[], T], timeout_s: float) -> T:
         """Call the client in a separate thread, once its previous call has returned, and wait.
