@@ -15,7 +15,6 @@ import os
 import py_compile
 import random
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +29,7 @@ import pytest
 
 from tests.mutants.line_map import MARKERS, LineMap, environment
 from tests.mutants.operators import Mutant, mutants
+from tests.tracked_files import copy_tracked
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = ("bench", "cli", "testing", "moved.py", "__main__.py")
@@ -130,11 +130,7 @@ class Copy:
     def __init__(self, tree: Path, folder: Path) -> None:
         self.folder = folder
         self.failed = folder / "failed"
-        listed = subprocess.run(["git", "ls-files", "-z"], cwd=tree, capture_output=True, text=True, check=True)
-        for name in filter(None, listed.stdout.split("\0")):
-            if (tree / name).is_file():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(tree / name, folder / name)
+        copy_tracked(tree, folder)
         # By hash, also once they are written again: a mutant may have the size and, to the second, the time of its file.
         by_hash = py_compile.PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(folder, quiet=1, invalidation_mode=by_hash)

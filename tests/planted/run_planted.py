@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 
 from tests.planted.fault import Fault
 from tests.planted.test_planted import FAULTS
+from tests.tracked_files import copy_tracked
 
 ROOT = Path(__file__).parents[2]
 ENGINES = {"core": "torch", "vllm": "vllm", "sglang": "sglang"}
@@ -69,11 +69,7 @@ class Copy:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
-        for name in filter(None, listed.stdout.split("\0")):
-            if (ROOT / name).is_file():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / name, folder / name)
+        copy_tracked(ROOT, folder)
         paths = [str(folder), str(folder / "adapters")]
         # No bytecode: a planted file may have the size and, to the second, the time of the one before.
         self.environment = os.environ | {
