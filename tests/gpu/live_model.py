@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import free_bytes, wait_for_gpu
 from safetensors import safe_open
 from torch import Tensor
 
@@ -37,7 +38,7 @@ def look(what: str, state: dict[str, Tensor]) -> Any:
         "replays": lambda: _replays[0],
         "memory": memory,
         "compile": compile_kernels,
-        "end_of_work": lambda: torch.cuda.synchronize() if torch.cuda.is_available() else None,
+        "end_of_work": wait_for_gpu,
     }
     return looks[what]()
 
@@ -61,11 +62,7 @@ def checksum(state: dict[str, Tensor]) -> int:
 
 def memory() -> dict[str, int]:
     """Bytes that are free on this GPU, and how many files are open."""
-    free = 0
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        free = torch.cuda.mem_get_info()[0]
-    return {"free": free, "num_files": len(os.listdir("/proc/self/fd"))}
+    return {"free": free_bytes(), "num_files": len(os.listdir("/proc/self/fd"))}
 
 
 def compile_kernels() -> float:

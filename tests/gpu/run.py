@@ -20,17 +20,20 @@ from importlib import import_module
 from pathlib import Path
 
 HERE = Path(__file__).parent
-ENVIRONMENT = {
+VLLM = {
     "HF_HUB_OFFLINE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
-    "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
-    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",  # other engines may have begun on one of the GPUs
-    "SGLANG_OPT_USE_JIT_KERNEL_GROUPED_TOPK": "1",  # Triton's; that of FlashInfer is compiled from sources
+    "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
     "VLLM_DEEP_GEMM_WARMUP": "skip",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+"""What vLLM needs here, of which `side_by_side.py` has one in several ways."""
+ENVIRONMENT = VLLM | {
+    "NCCL_NVLS_ENABLE": "0",
+    "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",  # other engines may have begun on one of the GPUs
+    "SGLANG_OPT_USE_JIT_KERNEL_GROUPED_TOPK": "1",  # Triton's; that of FlashInfer is compiled from sources
 }
 OWN = {
     "servers": {
@@ -43,11 +46,16 @@ OWN = {
 """Of some scenarios."""
 
 
+def reach_tests() -> None:
+    """Let this process import the project's tests."""
+    sys.path.insert(1, str(HERE.parents[1]))  # before others that have a package called tests
+    sys.path.append(str(HERE.parent))
+
+
 def main() -> None:
     name, *arguments = sys.argv[1:]
     os.environ |= ENVIRONMENT | OWN.get(name, {})
-    sys.path.insert(1, str(HERE.parents[1]))  # before others that have a package called tests
-    sys.path.append(str(HERE.parent))
+    reach_tests()
     scenario = import_module(f"{name}_modes")
     import_module("harness").run(scenario.MODES, scenario.OPTIONS, arguments)
 

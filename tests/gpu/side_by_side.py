@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+from run import VLLM, reach_tests
 
 
 def parser_of(option: str, ways: Mapping[str, Any], *, rounds: int) -> argparse.ArgumentParser:
@@ -45,8 +45,7 @@ def run(
     """
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     if arguments.here:
-        sys.path.insert(1, str(HERE.parents[1]))  # before others that have a package called tests
-        sys.path.append(str(HERE.parent))
+        reach_tests()
         measure(arguments)
         return
     os.environ.setdefault("FP8REFIT_TURN", str(arguments.out.with_suffix(".turn")))
@@ -69,15 +68,7 @@ def run(
 
 def environment(own: Mapping[str, str]) -> dict[str, str]:
     """Of a process that measures; before vLLM and what it starts."""
-    return os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "VLLM_DEEP_GEMM_WARMUP": "skip",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        **own,
-    }
+    return os.environ | VLLM | own
 
 
 def stamped(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
