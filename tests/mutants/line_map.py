@@ -94,6 +94,7 @@ class LineMap:
         for data in self._data:
             for file in data.measured_files():
                 if file.endswith(f"/{path}"):
-                    for line, contexts in data.contexts_by_lineno(file).items():
-                        found[line].update(known & set(contexts))
+                    with suppress(DataError):  # of a process that ends now: coverage renames its file
+                        for line, contexts in data.contexts_by_lineno(file).items():
+                            found[line].update(known & set(contexts))
         return found

@@ -42,7 +42,7 @@ def test_elsewhere(start):
         pool.close()
         pool.join()
 """
-RUN = "from tests.mutants import run_mutants as r; r.PRELOADED, r.HANGS_S = (), 4.0; r.main()"
+RUN = "from tests.mutants import run_mutants as r; r.PRELOADED, r.HANGS_S = (), 10.0; r.main()"
 EXPECTED = {
     (3, "constant", "3"): ("killed", "test_high"),
     (6, "comparison", "number >= LIMIT"): ("killed", "test_high"),

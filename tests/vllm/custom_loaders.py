@@ -1,12 +1,12 @@
 """A model of vLLM's whose `load_weights` does what a trace cannot follow, in the ways of models that users register."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from engines import booted_dummy
+from torch.utils._python_dispatch import _disable_current_modes
 from vllm import LLM, ModelRegistry
 from vllm.model_executor.model_loader import utils
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
@@ -25,21 +25,17 @@ def replace_data(model: Qwen3ForCausalLM) -> None:
         layer.self_attn.q_norm.weight.data = layer.self_attn.q_norm.weight.data * 8
 
 
-def change_codes_in_thread(model: Qwen3ForCausalLM) -> None:
-    def exchange() -> None:
+def change_codes_unseen(model: Qwen3ForCausalLM) -> None:
+    with _disable_current_modes():  # as compiled code would
         for layer in model.model.layers:
             codes = layer.mlp.gate_up_proj.weight.data.view(torch.uint8)
             codes.copy_(codes.roll(128, 0))
-
-    thread = threading.Thread(target=exchange)
-    thread.start()
-    thread.join()
 
 
 LOADERS = {
     "halves swapped": swap_halves,
     "data replaced": replace_data,
-    "rows moved in a thread": change_codes_in_thread,
+    "rows moved unseen": change_codes_unseen,
 }
 """What each does once all is loaded."""
 

@@ -14,7 +14,7 @@ NORMS = [f"model.layers.{layer}.self_attn.q_norm.weight" for layer in range(2)]
 LOADERS = {
     "halves swapped": NORMS,
     "data replaced": NORMS,
-    "rows moved in a thread": ["model.layers.0.mlp.gate_up_proj.weight"],
+    "rows moved unseen": ["model.layers.0.mlp.gate_up_proj.weight"],
 }
 """What models that users register do while they load, and with what. Of a layer's matrices one of each kind is tried."""
 
