@@ -147,6 +147,7 @@ def _naming_of(model: Any, *, is_whole: bool = False) -> Naming:
             parts = stacked.setdefault(places.source, {})
             stacks[places.source] = _with_part(places, meta.shape, shape, name, parts)
     tensors = {name: meta for name, meta, _ in saved}
+    buffers = {name for name, _ in model.named_buffers()}
     prefix = f"{model.base_model_prefix}."
     others = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
     return Naming(
@@ -155,6 +156,7 @@ def _naming_of(model: Any, *, is_whole: bool = False) -> Naming:
         aliases=aliases,
         stacked=tuple(stacks[name] for name in state if name in stacks),
         others={other: name for other, name in others.items() if other not in tensors},
+        buffers=frozenset(name for name, _, places in saved if (places.source if places else name) in buffers),
         beside=declared_beside(model, tensors),
     )
 

@@ -25,9 +25,7 @@ logger = logging.getLogger(__name__)
 FLAG_METHOD = "fp8refit_flag"
 """Name of the worker method that returns a worker's flag."""
 _ASKING_S = 60.0
-NOT_WHOLE = (
-    "an update by this engine's workers is in progress or has failed; the next one that succeeds heals the engine"
-)
+NOT_WHOLE = "the next update by this engine's workers that succeeds heals the engine"
 STAY = "vLLM did not drop the caches of the previous policy after an update by its workers"
 
 
@@ -69,8 +67,8 @@ class Watch:
 
     def _why_not(self) -> str | None:
         """Why requests are refused now, or None. Drops the caches after an update."""
-        if any(flag.is_raised for flag in self._flags):
-            return NOT_WHOLE
+        if reasons := [flag.reason for flag in self._flags if flag.is_raised]:
+            return f"{NOT_WHOLE} ({reasons[0]})"
         num_drops = [flag.num_drops for flag in self._flags]
         if num_drops == self._num_drops:
             return None

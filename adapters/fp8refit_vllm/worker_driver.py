@@ -41,7 +41,7 @@ class WorkerDriver(Driver):
     @override
     async def pause(self, config: RefitConfig) -> int:
         """Raise the flag. KV of running requests will be recomputed."""
-        self._flag.is_raised = True
+        await self.refuse("an update is under way")
         return 0
 
     @override
@@ -50,7 +50,7 @@ class WorkerDriver(Driver):
 
     @override
     async def refuse(self, reason: str) -> None:
-        self._flag.is_raised = True
+        self._flag.reason, self._flag.is_raised = reason, True
 
     @override
     async def flush_caches(self) -> None:

@@ -4,6 +4,7 @@ arrived.
 
 from collections.abc import Iterable
 from enum import Enum
+from itertools import islice
 from typing import Any
 
 from pydantic import BaseModel
@@ -15,6 +16,8 @@ from fp8refit.live.names import is_kv_scale
 from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Inventory
 from fp8refit.ranks.rank import Rank
 from fp8refit.transport.vote import ErrorRecord, merge_errors
+
+_BUFFER = " (a buffer, which named_parameters() leaves out)"
 
 
 class Claims(BaseModel, frozen=True):
@@ -30,6 +33,8 @@ class Claims(BaseModel, frozen=True):
     """Second names of tied tensors, with the first name."""
     stacks: dict[str, tuple[str, ...]] = {}
     """Stacked tensors, with the needed names that each contains."""
+    buffers: frozenset[str] = frozenset()
+    """Needed names that a model's `named_parameters()` leaves out."""
 
     @classmethod
     def of(cls, inventory: Inventory) -> "Claims":
@@ -40,6 +45,7 @@ class Claims(BaseModel, frozen=True):
             skipped=frozenset(inventory.unneeded),
             aliases=inventory.aliases,
             stacks={stack.name: tuple(stack.parts) for stack in inventory.stacked},
+            buffers=inventory.buffers,
         )
 
     @classmethod
@@ -57,6 +63,7 @@ class Claims(BaseModel, frozen=True):
             skipped=frozenset[str]().union(*(rank.skipped for rank in ranks)) - needed,
             aliases={alias: name for rank in ranks for alias, name in rank.aliases.items()},
             stacks=stacks,
+            buffers=frozenset[str]().union(*(rank.buffers for rank in ranks)),
         )
 
 
@@ -87,18 +94,47 @@ class Stream:
             for name in claims.needed
             if not any(map(is_kept, (name, *aliases.get(name, ()), *([holders[name]] if name in holders else []))))
         }
+        self.first: str | None = None
+        self.missing, self._firsts = set(self._needed), set[str]()
         self.begin_anew()
 
-    def begin_anew(self, first: str | None = None) -> None:
+    def begin_anew(self, first: str | None = None, held: Iterable[str] = ()) -> None:
         """Start a new policy.
 
         Args:
-            first: The name with which policies begin, if known.
+            first: The name with which it begins; None if something else says where it ends.
+            held: Names whose tensors the engine holds already. They may still come.
         """
+        if self.is_whole or first is None:
+            self._firsts.clear()
+        self._firsts |= {name for name in (self.first, first) if name is not None}
         self.first = first
-        self.came: set[str] = set()
+        self.held = tuple(held)
+        self.came: dict[str, None] = {}
+        """What has come, in order."""
+        self.last: str | None = None
+        """What made it whole."""
         self._spelled: dict[str, str] = {}
         self.missing = set(self._needed)
+        for name in held:
+            self.missing.difference_update(self._parts_of(self._base(name)))
+
+    def may_begin(self, name: str, *, is_served: bool) -> bool:
+        """Whether a tensor may be the first of a policy.
+
+        Args:
+            name: Its name.
+            is_served: Whether the last policy is whole, and served. Then any that is needed may, but not under a second name.
+                Otherwise the rest of a policy may still come, and only the first tensor of that one, or of the policy before,
+                is certain to be none of it.
+        """
+        is_needed = self.kind_of(name) is Kind.NEEDED and not self.is_second(name)
+        return self.first is None or name in self._firsts or (is_served and is_needed)
+
+    def begins_alike(self, names: Iterable[str]) -> bool:
+        """Whether this policy began with these tensors, in this order."""
+        names, began = tuple(names), tuple(dict.fromkeys((*self.held, *self.came)))
+        return names == began[: len(names)]
 
     def kind_of(self, name: str) -> Kind:
         """What a name is to the ranks."""
@@ -119,13 +155,15 @@ class Stream:
 
     def note(self, name: str, tensor: Any) -> None:
         """Record that a tensor has arrived."""
-        self.came.add(name)
+        self.came[name] = None
         base = self._base(name)
+        if self.missing:
+            self.last = name
         if name.endswith(SCALE_SUFFIX):
             self.missing.discard(base + SCALE_SUFFIX)
             return
         self._spelled.setdefault(base, name)
-        self.missing.difference_update(self._claims.stacks.get(base, (base,)))
+        self.missing.difference_update(self._parts_of(base))
         scale = name + SCALE_SUFFIX
         if getattr(tensor, "dtype", None) is FP8_DTYPE and scale not in self.came:
             self.missing.add(base + SCALE_SUFFIX)
@@ -134,6 +172,19 @@ class Stream:
     def is_whole(self) -> bool:
         """Whether nothing is missing."""
         return not self.missing
+
+    def missing_after(self, names: Iterable[str]) -> set[str]:
+        """What a new policy would miss that has these tensors."""
+        return self._needed.difference(*(self._parts_of(self._base(name)) for name in names))
+
+    def said_missing(self, most: int) -> str:
+        """Words for some of what is missing. In constant time: it is said after every call."""
+        some = sorted(islice(self.missing, most))
+        listed = [f"{name}{_BUFFER if name in self._claims.buffers else ''}" for name in some]
+        return ", ".join([*listed, *(["..."] if len(self.missing) > most else [])])
+
+    def _parts_of(self, base: str) -> tuple[str, ...]:
+        return self._claims.stacks.get(base, (base,))
 
     def _base(self, name: str) -> str:
         base = name.removesuffix(SCALE_SUFFIX)

@@ -4,17 +4,21 @@ policy.
 `load_weights` does not say which tensor is the last. So a policy is complete once every tensor that any rank needs has
 arrived, and all ranks end it at the same tensor. If the engine has calls for begin and end, those count instead.
 
-An interrupted stream leaves the engine dirty. The rest of it is refused, and the next policy must begin with the same
-tensor, so that tensors of two policies are never mixed.
+What comes again is compared with what the engine holds: pipeline stages may each send a tied embedding. If it is equal, it
+is ignored, or is the beginning of a policy that begins as the last one did. If it is another, another policy has begun.
+
+An interrupted stream leaves the engine dirty. The rest of it is refused: the next policy must begin with the tensor that
+began this one or the one before, so that tensors of two policies are not mixed.
 """
 
+import glob
 import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from pydantic import BaseModel, field_validator
@@ -22,9 +26,9 @@ from torch import Tensor
 
 from fp8refit.config import RefitConfig
 from fp8refit.driver.completeness import Kind, Stream, claims_of_all
-from fp8refit.driver.refitter import Refitter
 from fp8refit.driver.update import Update, update
 from fp8refit.errors import EngineDirtyError, InvalidSourceError, RankFailedError, RefitError
+from fp8refit.fill.plan import why_unknown
 from fp8refit.fill.ties import tie_problem
 from fp8refit.live.slots import SOURCE_DTYPES
 from fp8refit.live.turn import DisplacedError
@@ -33,6 +37,9 @@ from fp8refit.report import RefitReport
 from fp8refit.sources.pairs import named
 
 _LONGEST_LIST = 8
+_SHORT_LIST = 3
+_MOST_REPEATED = 8
+"""Tensors that may come again, unchanged, after a policy is whole, before another one has begun."""
 _NUM_SAMPLES = 64
 _last_report: RefitReport | None = None
 
@@ -97,6 +104,8 @@ class DropIn:
         self._update: Update | None = None
         self._skipped: dict[str, None] = {}
         """Names that arrived while no policy was open, and that no slot takes."""
+        self._repeated: dict[str, int] = {}
+        """What came again in a row and is as the engine has it, at this version: it may be the beginning of another policy."""
         self._is_marked = False
         self._bucket: list[tuple[str, Tensor]] = []
         self._samples: list[Tensor] = []
@@ -216,7 +225,10 @@ class DropIn:
     def _rest(self) -> None:
         """Let others refit the engine until the trainer calls again: it may never do so."""
         if self._update is not None:
-            self._take_back = self._update.lend_turn()
+            stream = self._stream
+            self._take_back = self._update.lend_turn(
+                f"a policy is arriving, and is whole with {len(stream.missing)} more: {stream.said_missing(_SHORT_LIST)}"
+            )
 
     def _go_on(self) -> None:
         """Go on with the open policy.
@@ -230,13 +242,23 @@ class DropIn:
 
     def _take(self, name: str, tensor: Tensor) -> None:
         stream, kind = self._stream, self._stream.kind_of(name)
-        if self._update is not None and not self._is_marked and name in stream.came:
-            if stream.is_whole:
+        if kind is Kind.UNKNOWN:
+            raise InvalidSourceError([why_unknown(name)])
+        if self._update is not None and (name in stream.came or name in stream.held):
+            if stream.is_whole and not self._is_marked:
                 self._commit()
-            else:
-                self._start_over(name, tensor)
+            elif self._holds(name, tensor):
+                if not stream.begins_alike((*self._repeated, name)):
+                    self._repeated.clear()
+                self._repeated[name] = self._rank.target.version
+                return
+            elif self._is_marked:
+                raise InvalidSourceError([f"{name}: sent twice, with different values; send it once"])
+            elif name in stream.came:
+                self._start_over(name)
         if self._update is None and not self._begins(name, kind, tensor):
             return
+        self._repeated.clear()
         if kind in (Kind.NEEDED, Kind.OPTIONAL):
             stream.note(name, tensor)
         self._witness(tensor)
@@ -264,64 +286,82 @@ class DropIn:
         if kind is Kind.SKIPPED:
             self._skipped[name] = None
             return False
-        if kind is Kind.UNKNOWN:
-            raise InvalidSourceError([f"{name}: unexpected, this engine has no such weight; leave it out"])
-        if stream.first in (None, name):
-            self._begin_with(name)
+        is_served = stream.is_whole and not self._rank.target.is_dirty
+        if not is_served and not stream.may_begin(name, is_served=False):
+            self._refuse(name)
+        if is_served and self._is_served(name, tensor):
+            return False
+        self._begin_with(name)
+        return True
+
+    def _is_served(self, name: str, tensor: Tensor) -> bool:
+        """Whether a tensor that comes after a whole policy is as in that one.
+
+        Raises:
+            InvalidSourceError: It is not, and no policy can begin with it. The engine is dirty.
+        """
+        stream, version = self._stream, self._rank.target.version
+        if not stream.may_begin(name, is_served=True):
+            if not self._holds(name, tensor):
+                self._open()
+                problem = f"{name}: came after the policy was whole, and is not as the engine has it"
+                self._leave(
+                    InvalidSourceError([tie_problem(name) if stream.is_second(name) else problem], written=True)
+                )
+            stream.note(name, tensor)
             return True
-        if not stream.is_whole:
-            self._refuse(name, tensor)
-        if name in stream.came or not stream.is_second(name):
-            must = f"the next update must begin with {stream.first}, as this one did"
-            raise InvalidSourceError([f"{name}: arrived after the update was complete; {must}"])
-        self._check_is_served(name, tensor)
-        stream.note(name, tensor)
-        return False
+        if len(self._repeated) == _MOST_REPEATED or not stream.missing_after({*self._repeated, name}):
+            return False
+        if not self._holds(name, tensor):
+            return False
+        self._repeated[name] = version
+        if name == stream.last:  # so far, only the end of that policy came again
+            self._repeated.clear()
+        return True
 
-    def _check_is_served(self, name: str, tensor: Tensor) -> None:
-        """Compare a tied tensor with what was committed under its other name. Leaves the engine dirty if it differs.
+    def _holds(self, name: str, tensor: Tensor) -> bool:
+        """Whether all ranks hold what a refit would write from a tensor."""
+        self._hand_over()
+        return self._rank.holds({name: tensor}, self._config)
 
-        Raises:
-            InvalidSourceError: It differs.
-        """
-        config = self._config.model_copy(update={"keep": ("*",)})
-        if not Refitter(self.owner, config).verify({name: tensor}).is_equal:
-            self._open()
-            self._leave(InvalidSourceError([tie_problem(name)], written=True))
-
-    def _start_over(self, name: str, tensor: Tensor) -> None:
-        """Give up the open policy.
+    def _start_over(self, name: str) -> None:
+        """Give up the open policy: what comes again is another one, if it comes in the same order.
 
         Raises:
-            EngineDirtyError: The tensor does not begin another one.
+            EngineDirtyError: It does not.
         """
+        again, begins_alike = self._repeated.copy(), self._stream.begins_alike((*self._repeated, name))
         self._give_up(f"{name} came again")
-        if name != self._stream.first:
-            self._refuse(name, tensor)
+        if not begins_alike:
+            self._refuse(name)
+        self._repeated = again
         self._begin_with(name)
 
-    def _refuse(self, name: str, tensor: Tensor) -> None:
+    def _refuse(self, name: str) -> NoReturn:
         """Refuse a tensor of a policy whose beginning is missing.
 
         Raises:
             EngineDirtyError: Always.
         """
-        stream = self._stream
-        if name in stream.came:
-            stream.begin_anew(stream.first)
-        stream.note(name, tensor)
         raise EngineDirtyError(
             f"{name}: not taken, because the policy before it broke off, and it may belong to another one; send a whole "
-            f"policy, beginning with {stream.first}"
+            f"policy, beginning with {self._stream.first}"
         )
 
     def _begin_with(self, name: str) -> None:
-        self._stream.begin_anew(name)
-        self._stream.came.add(name)  # even if it is refused
-        self._open()
+        """Begin a policy, also with what came again just before."""
+        self._repeated.pop(name, None)
+        repeated, self._repeated = self._repeated, {}
+        self._rank.target.trust(repeated)
+        self._stream.begin_anew(next(iter(repeated), name), repeated)
+        self._stream.came[name] = None  # even if it is refused
+        self._open(repeated)
+        if set(repeated.values()) - {self._rank.target.version}:  # another refit came between
+            self._stream.begin_anew(name)
 
-    def _open(self) -> None:
-        opened = update(self.owner, self._config, calibration=self._calibration)
+    def _open(self, held: Iterable[str] = ()) -> None:
+        config = self._config.model_copy(update={"keep": (*self._config.keep, *map(glob.escape, held))})
+        opened = update(self.owner, config, calibration=self._calibration)
         opened.__enter__()
         self._update, self._rank.witness = opened, ""
         self._samples.clear()
@@ -369,9 +409,9 @@ class DropIn:
         """Give up the open policy: log why, and leave the engine dirty."""
         if self._update is None:
             return
-        missing = self.missing
-        listed = ", ".join(missing[:_LONGEST_LIST]) + (", ..." if len(missing) > _LONGEST_LIST else "")
-        said = f"a policy did not become whole: {why}, and {len(missing)} tensors were missing ({listed})"
+        stream = self._stream
+        said = f"a policy did not become whole: {why}, and {len(stream.missing)} tensors were missing"
+        said += f" ({stream.said_missing(_LONGEST_LIST)})"
         self._logger.warning("%s; the engine refuses requests until one is", said)
         try:
             self._leave(RankFailedError(said))
@@ -381,6 +421,7 @@ class DropIn:
     def _leave(self, error: BaseException) -> None:
         """End the open update with an error, on every rank."""
         self._bucket.clear()
+        self._repeated.clear()
         left, self._update = self._update, None
         assert left is not None, "one is under way"
         left.__exit__(type(error), error, None)

@@ -22,6 +22,7 @@ from fp8refit.sources.handover import HandedBucket, HandedSource
 from fp8refit.sources.pairs import named
 from fp8refit.sources.row_runs import InPieces
 from fp8refit.sources.source import Manifest, check_can_be_read_twice
+from fp8refit.transport.running import run
 
 
 def update(
@@ -105,9 +106,15 @@ class Update(AbstractContextManager["Update"]):
             raise EngineDirtyError("this update is over, or its block was not entered; nothing more can be loaded")
         self._go_on(self._as_pairs(bucket))
 
-    def lend_turn(self) -> Callable[[], bool]:
-        """Let others write the engine instead. See `Turn.lend`."""
-        return attach_engine(self._engine).turns.lend()
+    def lend_turn(self, why: str) -> Callable[[], bool]:
+        """Let others write the engine instead. See `Turn.lend`.
+
+        Args:
+            why: What requests are told meanwhile.
+        """
+        attached = attach_engine(self._engine)
+        run(attached.engine.refuse(why))
+        return attached.turns.lend()
 
     def __enter__(self) -> Self:
         if self._config.validate_values == "strict":

@@ -64,6 +64,10 @@ class Fill(ABC):
         """
         raise AssertionError("this fill reads its own source; nothing can be pushed to it")
 
+    def flush(self) -> None:
+        """Write what is staged so far."""
+        return
+
     def finish(self) -> None:
         """Check that everything has arrived, and write what is still staged.
 

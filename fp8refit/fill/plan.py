@@ -160,12 +160,8 @@ class PlanBuilder:
             self._ignored.append(name)
         elif stacked := self._held_stacked(name):
             self._apart[name] = stacked
-        elif is_adapter_weight(name):
-            self._problems.append(
-                f"{name}: belongs to a LoRA adapter; merge it into the model (merge_and_unload) and send the merged weights"
-            )
         else:
-            self._problems.append(f"{name}: unexpected, this engine has no such weight; leave it out")
+            self._problems.append(why_unknown(name))
 
     def _add_own(self, name: str, meta: TensorMeta, indexes: Sequence[int], *, is_scale: bool) -> list[Step]:
         """Return the steps of a tensor that has slots under its own name."""
@@ -304,6 +300,15 @@ class PlanBuilder:
                         yield f"{weight.source}: is FP8 without its scales; send {weight.source}{SCALE_SUFFIX} too"
                 elif scale is not None and weight.op is not Op.COPY_CODES:
                     yield f"{scale.source}: is a scale, but {weight.source} is {weight.dtype}; leave the scale out"
+
+
+def why_unknown(name: str) -> str:
+    """Say why a tensor is not taken that no slot has a name for."""
+    if is_adapter_weight(name):
+        return (
+            f"{name}: belongs to a LoRA adapter; merge it into the model (merge_and_unload) and send the merged weights"
+        )
+    return f"{name}: unexpected, this engine has no such weight; leave it out"
 
 
 def _step(name: str, meta: TensorMeta, index: int, fit: Fit, expert: int | None = None) -> Step:

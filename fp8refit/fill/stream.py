@@ -91,6 +91,10 @@ class StreamFill(Fill):
         self._take_all(tensors, drain=drain)
 
     @override
+    def flush(self) -> None:
+        self._writer.flush()
+
+    @override
     def finish(self) -> None:
         self._writer.check_is_complete()
         came = self._arrivals.finish()

@@ -4,9 +4,11 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
+_WRAPPERS = re.compile(
+    r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module|base_layer)\."
+)
 _PREFIXES = ("base_model.model.",)
-_ADAPTER = re.compile(r"\.base_layer\.|(?:^|\.)lora_\w+")
+_ADAPTER = re.compile(r"(?:^|\.)lora_\w+")
 _NOT_WEIGHTS = re.compile(r"(?:^|\.)rotary_emb\.(?:inv_freq|original_inv_freq|cos_cached|sin_cached)$")
 
 _KV_SCALE = re.compile(r"\.(?:q|k|v|kv|prob)_scale$|\.[kv]_proj\.output_scale$")

@@ -2,8 +2,8 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache, cached_property
 from math import prod
@@ -285,6 +285,8 @@ class Inventory:
     """Checkpoint names that a source may send but no slot takes, and patterns of such names with `*` for anything."""
     stacked: tuple[Stacked, ...] = ()
     """Tensors that hold the weights of all experts of a layer, which a source may send instead of single experts."""
+    buffers: frozenset[str] = frozenset()
+    """Checkpoint names of buffers, which a model's `named_parameters()` leaves out."""
     written_as: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Names under which to write weights with block scales if the engine's loader takes no scales under their own names: one
     name, or one for each part of an expert's rows, with `{}` for the expert's number. Empty if the loader takes none at all.
@@ -315,6 +317,15 @@ class Inventory:
         """Every checkpoint name that a source may send to this rank."""
         stacked = (stack.name for stack in self.stacked)
         return frozenset(slot.name for slot in self.slots).union(self.aliases, self.unneeded, stacked)
+
+    def part(self, names: Iterable[str]) -> "Inventory":
+        """Only what some tensors fill."""
+        bases = {name.removesuffix(SCALE_SUFFIX) for name in names}
+        bases = {self.aliases.get(base, base) for base in bases}
+        stacked = tuple(stack for stack in self.stacked if stack.name in bases)
+        held = bases.union(*(stack.parts for stack in stacked))
+        slots = tuple(slot for slot in self.slots if slot.name in held)
+        return replace(self, slots=slots, stacked=stacked, live=(), padding=(), refreshes=())
 
 
 def _with_older_names(init: Callable[..., None]) -> Callable[..., None]:

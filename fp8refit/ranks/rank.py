@@ -5,11 +5,13 @@ rank continues alone: not into a write, a new policy, or a collective operation 
 between the last vote and the commit, so losing a driver cannot leave ranks undecided.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from fp8refit.config import Job
+from torch import Tensor
+
+from fp8refit.config import Job, RefitConfig
 from fp8refit.errors import EngineDirtyError, TransportError
 from fp8refit.fill.fills import Prepared
 from fp8refit.ranks.agreement import Agreement
@@ -90,6 +92,17 @@ class Rank:
             self.target.abandon()
             raise TransportError("the ranks of this engine hold different tensors than at the last refit; refit again")
         return judged[0]
+
+    def holds(self, tensors: Mapping[str, Tensor], config: RefitConfig) -> bool:
+        """Whether every rank holds what a refit would write from some tensors. See `Target.holds`.
+
+        Raises:
+            RefitError: The weights are not mapped, or another rank is at another step.
+        """
+        agreement = self._agreement
+        error, is_held = agreement.attempt(lambda: self.target.holds(tensors, foreign=agreement.names.foreign))
+        ballots = agreement.vote("held", error, config, claim=str(is_held))
+        return all(ballot.claim == str(True) for ballot in ballots)
 
     def check_calibration(self, job: Job, *, driver_error: BaseException | None = None) -> None:
         """Agree that every rank can set KV scales. Changes nothing.

@@ -19,10 +19,11 @@ from fp8refit.errors import (
     EngineLostError,
     InvalidSourceError,
     LiveTensorMovedError,
+    NonFiniteError,
     UnsupportedEngineError,
 )
 from fp8refit.fill.fill import Arriving
-from fp8refit.fill.fills import Prepared
+from fp8refit.fill.fills import Fills, Prepared
 from fp8refit.fill.plan import is_any_of
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.slots import Inventory, Refusal
@@ -253,6 +254,35 @@ class Target:
         if write.prepared.writes:
             self._is_whole, self._has_lost_values, self.live.has_constants = True, False, True
         return report
+
+    def holds(self, tensors: Mapping[str, Tensor], *, foreign: frozenset[str] = frozenset()) -> bool:
+        """Whether the slots hold what a refit would write from some tensors. In the middle of a write, what has come counts.
+
+        Args:
+            tensors: By checkpoint name.
+            foreign: Names that only other ranks hold.
+
+        Raises:
+            EngineAsleepError: The weights are not mapped.
+        """
+        inventory = self.live.read_mapped().part(tensors)
+        with self.live.on_device():
+            if self._write is not None:
+                self._write.flush()
+            self.live.synchronize()
+            fills, config = Fills(inventory, self.live.device), RefitConfig(keep=("*",))
+            try:
+                prepared = fills.prepare(MappingSource(tensors), config, foreign=foreign, compares=True)
+                write = Write(prepared, self.live)
+                write.begin()
+                write.read(drain=False)
+                return not write.finish().differing
+            except (InvalidSourceError, NonFiniteError):
+                return False
+
+    def trust(self, names: Iterable[str]) -> None:
+        """Note that the slots of some tensors hold what the next refit would write, although a refit that failed wrote them."""
+        self._torn.difference_update(slot.name for slot in self.live.read().part(names).slots)
 
     def abandon(self, because: BaseException | None = None) -> None:
         """Drop what was prepared or is being written, unless `because` says that it is somebody else's.

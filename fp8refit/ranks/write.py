@@ -45,6 +45,11 @@ class Write:
         """Write a part of a pushed source. See `Fill.take`."""
         self.prepared.fills[-1].take(tensors, drain=drain)
 
+    def flush(self) -> None:
+        """Write what has been taken so far."""
+        for fill in self.prepared.fills:
+            fill.flush()
+
     def came(self) -> set[str]:
         """Names of the slots whose tensors have arrived in a stream so far."""
         aliases = self.prepared.inventory.aliases

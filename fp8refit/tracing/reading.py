@@ -177,6 +177,7 @@ class Reading:
             aliases={name: first for name, first in aliases.items() if first in names},
             unneeded=(*unused, *(name for name, first in naming.aliases.items() if first in unused), *naming.beside),
             stacked=stacked,
+            buffers=naming.buffers,
             written_as=self._twin.written_as,
             partly_read={} if self._twin.is_alone else partly,
             rounds_once=any(slot.weight.is_cuda for slot in self._slots),

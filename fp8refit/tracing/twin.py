@@ -40,6 +40,8 @@ class Naming:
     """Tensors in a state dict that hold several of a checkpoint's."""
     others: Mapping[str, str] = field(default_factory=dict)
     """Other names that a loader may accept, such as without a base model's prefix, and the checkpoint's names for them."""
+    buffers: frozenset[str] = frozenset()
+    """Checkpoint names of buffers."""
     beside: tuple[str, ...] = ()
     """Patterns of what published checkpoints hold beside these, such as `mtp.*`. In a twin: those that its loader skips."""
 

@@ -5,13 +5,15 @@ A worker cannot call its scheduler. The scheduler looks here before each step, w
 
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fp8refit.transport.memory.memfd import make_memfd, map_memfd
 from fp8refit.transport.memory.segment import Segment
 
-_NUM_BYTES = 32
+_NUM_WORDS = 4
+_REASON_BYTES = 1024
 
 
 class _Word:
@@ -41,12 +43,23 @@ class SharedFlag:
 
     def __init__(self, segment: Segment, memory: Tensor) -> None:
         self.segment = segment
-        self._words = memory.view(torch.int64).numpy()
+        self._words = memory[: 8 * _NUM_WORDS].view(torch.int64).numpy()
+        self._text = memory[8 * _NUM_WORDS :].numpy()
+
+    @property
+    def reason(self) -> str:
+        """Why requests are refused, for whoever reads; cut to a kibibyte."""
+        return bytes(self._text).split(b"\0", 1)[0].decode(errors="ignore")
+
+    @reason.setter
+    def reason(self, reason: str) -> None:
+        text = reason.encode()[: _REASON_BYTES - 1] + b"\0"
+        self._text[: len(text)] = np.frombuffer(text, np.uint8)
 
     @classmethod
     def make(cls) -> Self:
         """Create a flag for this process."""
-        segment, memory, _ = make_memfd(_NUM_BYTES)
+        segment, memory, _ = make_memfd(8 * _NUM_WORDS + _REASON_BYTES)
         return cls(segment, memory)
 
     @classmethod

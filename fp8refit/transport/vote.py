@@ -24,7 +24,7 @@ from fp8refit.live.slots import PartlyRead
 from fp8refit.report import KvReport, RankReport
 from fp8refit.transport.stamps import FilesRead
 
-Phase: TypeAlias = Literal["ready", "names", "prepared", "go", "written", "measured", "scaled"]
+Phase: TypeAlias = Literal["ready", "names", "prepared", "go", "held", "written", "measured", "scaled"]
 
 
 class ErrorRecord(BaseModel, frozen=True):
@@ -72,7 +72,7 @@ class Ballot(BaseModel, frozen=True):
     phase: Phase
     error: ErrorRecord | None = None
     claim: str = ""
-    """What must be equal on every rank: the source that was read."""
+    """What must be equal on every rank: the source that was read. At "held": whether this rank holds some tensors."""
     files: FilesRead | None = None
     """The files that this rank opened, if the source is files."""
     held: str = ""

@@ -4,7 +4,8 @@ import json
 import logging
 import re
 from functools import partial
-from itertools import product
+from itertools import permutations, product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,11 +89,11 @@ def test_a_policy_is_whole_with_its_last_tensor_and_not_before(size, site):
         site.assert_holds(policy, version)
 
 
-def test_tensors_are_taken_from_iterators_and_mappings_in_any_order_but_the_first(site):
+def test_tensors_are_taken_from_iterators_and_mappings_in_any_order(site):
     for version, make in enumerate((iter, dict, list, tuple), start=1):
         policy = site.cluster.make_policy(version)
         items = list(policy.items())
-        items[1:] = items[1:][:: -1 if version % 2 else 1]
+        items = items[:: -1 if version % 2 else 1]
         site.each(lambda drop_in, make=make, items=items: drop_in.load(make(items)))
         site.assert_holds(policy, version)
 
@@ -225,16 +226,147 @@ def interrupt(*_):
     raise KeyboardInterrupt
 
 
-def test_a_bucket_that_is_sent_again_is_no_beginning(site):
+def test_a_bucket_that_is_sent_again_as_it_was_is_ignored(site):
+    """Two pipeline stages may each send a tied embedding; a trainer may repeat a call."""
     policy = site.cluster.make_policy(1)
     items = list(policy.items())
-    outcomes = site.load(*([item] for item in (*items[:-1], items[1], items[-1], *items[:-1])))
-    assert all(isinstance(error, EngineDirtyError) for error in outcomes[len(items) - 1]), outcomes
-    assert all(isinstance(error, EngineDirtyError) for error in outcomes[len(items)]), outcomes
+    outcomes = site.load(*([item] for item in (*items[:-1], items[1], *items[:2], items[-1], items[-1], items[2])))
+    assert all(isinstance(came, set) for outcome in outcomes for came in outcome), outcomes
+    site.assert_holds(policy, 1)
+    whole = site.cluster.make_policy(2)
+    site.load_policy(whole)
+    site.assert_holds(whole, 2)
+
+
+def test_a_bucket_that_is_sent_again_otherwise_breaks_its_policy_off(site):
+    policy, other = site.cluster.make_policy(1), site.cluster.make_policy(2)
+    items = list(policy.items())
+    outcomes = site.load(*([item] for item in (*items[:-1], (items[1][0], other[items[1][0]]), items[-1], *items[1:])))
+    assert all(isinstance(error, EngineDirtyError) for outcome in outcomes[len(items) - 1 :] for error in outcome)
+    assert f"beginning with {items[0][0]}" in str(outcomes[-1][0])
     assert site.is_dirty
-    site.load(items[-1:])
+    site.load_policy(policy)
     site.assert_holds(policy, 1)
     assert not site.drop_ins[0].is_open
+
+
+def test_any_tensor_may_begin_the_next_policy(site):
+    """Pipeline stages are sources that come in any order."""
+    for version, start in enumerate((0, 2, 1, 0, 3, 3), start=1):
+        policy = site.cluster.make_policy(version)
+        items = list(policy.items())
+        site.load(*([item] for item in (*items[start:], *items[:start])))
+        site.assert_holds(policy, version)
+
+
+@pytest.mark.parametrize("num_same", [1, 3, 99])
+@pytest.mark.parametrize("size", [1, 99])
+def test_a_policy_may_begin_with_what_the_engine_holds(num_same, size, site):
+    """An embedding that is not trained; or a step with a learning rate of zero."""
+    first = site.cluster.make_policy(1)
+    site.load_policy(first)
+    for version, seed in enumerate((2, 2, 3), start=2):
+        same = dict(list(first.items())[:num_same])
+        policy = site.cluster.make_policy(seed) | same
+        if site.load_policy(policy, size) and num_same < 99:
+            site.assert_holds(policy, version)
+    site.assert_holds(policy, site.versions[0])
+
+
+def test_a_policy_that_begins_with_what_is_there_replaces_one_that_broke_off(site):
+    """Its trainer died, and the next one sends the same embedding first."""
+    site.load_policy(site.cluster.make_policy(0))
+    for version in range(2, 5):
+        broken, policy = (site.cluster.make_policy(seed) for seed in (10 + version, 20 + version))
+        policy |= dict(list(broken.items())[:2])
+        site.load_policy(dict(list(broken.items())[: version - 1]))
+        assert site.is_dirty
+        outcomes = site.load_policy(policy)
+        assert all(isinstance(came, set) for outcome in outcomes for came in outcome), outcomes
+        site.assert_holds(policy, version)
+
+
+def test_what_came_again_at_the_end_is_expected_in_the_next_policy(site):
+    policies = [site.cluster.make_policy(seed) for seed in (1, 2)]
+    for version, policy in enumerate(policies, start=1):
+        items = list(policy.items())
+        site.load(*([item] for item in items[:-1]))
+        assert site.versions == [version - 1] * len(site.clients)
+        site.load(items[-1:], items[-1:])
+        site.assert_holds(policy, version)
+
+
+def test_a_refit_between_two_calls_counts(site):
+    """What was as the engine held it need not be so any more."""
+    first, second, third = (site.cluster.make_policy(seed) for seed in (1, 2, 3))
+    site.load_policy(first)
+    (name, tensor), *rest = first.items()
+    site.load([(name, tensor)])
+    site.each(lambda drop_in: fp8refit.Refitter(drop_in.owner).refit(second))
+    site.load(*([(each, third[each])] for each, _ in rest))
+    assert site.is_dirty
+    assert all(f"whole with 1 more: {name}" in client.blocked for client in site.clients)
+    site.load([(name, tensor)])
+    site.assert_holds(third | {name: tensor}, 3)
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_an_unknown_name_is_raised_at_its_tensor(is_marked, site):
+    policy = site.cluster.make_policy(1)
+    for version, place in enumerate((0, 1, len(policy) - 1), start=1):
+        if is_marked:
+            site.each(DropIn.begin)
+        items = list(policy.items())
+        items.insert(place, ("language_model.model.norm.weight", torch.ones(4)))
+        outcomes = site.load(*([item] for item in items[: place + 1]))
+        assert all("unexpected, this engine has no such weight" in str(error) for error in outcomes[-1])
+        assert all(isinstance(came, set) for outcome in outcomes[:-1] for came in outcome), outcomes
+        if is_marked:
+            site.each(DropIn.end)
+            site.each(DropIn.begin)
+        site.load_policy(policy)
+        if is_marked:
+            site.each(DropIn.end)
+        site.assert_holds(policy, version)
+
+
+def test_between_marks_a_tensor_may_come_again_only_as_it_was(site):
+    policy, other = site.cluster.make_policy(1), site.cluster.make_policy(2)
+    items = list(policy.items())
+    site.each(DropIn.begin)
+    site.load(*([item] for item in (*items, items[0], items[-1])))
+    assert site.each(DropIn.end) == [None] * len(site.clients)
+    site.assert_holds(policy, 1)
+    site.each(DropIn.begin)
+    name = items[1][0]
+    outcomes = site.load(items, [(name, other[name])])
+    assert all("sent twice, with different values" in str(error) for error in outcomes[-1]), outcomes
+    assert all(isinstance(error, EngineDirtyError) for error in site.each(DropIn.end))
+    assert site.is_dirty
+
+
+def test_requests_are_told_what_a_policy_still_misses(site):
+    policy = site.cluster.make_policy(1)
+    *most, last = policy.items()
+    site.load(*([item] for item in most))
+    name = last[0]
+    assert all(f"whole with 1 more: {name}" in client.blocked for client in site.clients)
+    site.load([last])
+    site.assert_holds(policy, 1)
+
+
+def test_names_inside_of_lora_layers_are_those_of_weights(site):
+    policy = site.cluster.make_policy(1)
+    site.load_policy({name.replace("_proj.", "_proj.base_layer."): tensor for name, tensor in policy.items()})
+    site.assert_holds(policy, 1)
+    outcomes = site.load([("model.layers.0.self_attn.q_proj.lora_A.weight", torch.ones(1))])[0]
+    assert all("merge_and_unload" in str(error) for error in outcomes)
+
+
+def test_a_missing_buffer_is_called_one():
+    stream = Stream(Claims(needed=frozenset("ab"), buffers=frozenset("b")))
+    stream.note("a", None)
+    assert stream.said_missing(3) == "b (a buffer, which named_parameters() leaves out)"
 
 
 def test_a_rank_whose_stream_breaks_is_told_of_by_all_at_their_end():
@@ -330,9 +462,11 @@ def test_what_is_frozen_need_not_come():
     site.load_policy(policy)  # it may
     site.load_policy({name: tensor for name, tensor in site.cluster.make_policy(1).items() if name != NORM})
     site.assert_holds(policy, 2)
-    outcomes = site.load([(NORM, policy[NORM])])[0]
-    assert all("arrived after the update was complete" in str(error) for error in outcomes), outcomes
+    site.load([(NORM, policy[NORM])])
     site.assert_holds(policy, 2)
+    outcomes = site.load([(NORM, policy[NORM] + 1)])[0]
+    assert all("is not as the engine has it" in str(error) for error in outcomes), outcomes
+    assert site.is_dirty
 
 
 def test_marks_are_the_beginning_and_the_end(site):
@@ -566,34 +700,85 @@ def test_a_refit_takes_over_between_two_calls_of_a_trainer_and_never_within_one(
     site.assert_holds(second, version=3)
 
 
-def test_no_policy_is_of_two_streams_wherever_they_break_off():
-    """Every sequence of streams in one order, each of which may break off, lose a tensor, or repeat one."""
-    names = "abc"
-    streams = [names[:length] for length in (1, 2, 3)] + ["ac", "abb", "abcc", "abbc"]
-    windows_of = {given: list(windows(given)) for given in product(streams, repeat=4)}
-    assert all(len(set(window)) == 1 for found in windows_of.values() for window in found)
-    assert len(windows_of[names, names, names, names]) == 4
-    assert all(
-        any(window[0] == 3 for window in found) for given, found in windows_of.items() if given[2:] == (names, names)
-    )
+def test_no_policy_is_of_two_streams_wherever_they_break_off(simulate):
+    """Every sequence of streams in one order, each of which may break off, repeat a tensor, or, if all change, lose one."""
+    streams = [NAMES[:length] for length in (1, 2, 3)] + ["abb", "abcc", "abbc", "abca"]
+    for frozen in ("", "a", "b", "c"):
+        for given in product(streams if frozen else [*streams, "ac"], repeat=4):
+            engine = simulate(given, frozen)
+            assert all(len(set(policy.values()) - {FROZEN}) == 1 for policy in engine.served), given
+            if given[2:] == (NAMES, NAMES):
+                assert engine.held == {name: FROZEN if name in frozen else 3 for name in NAMES}, given
+                assert not engine.is_dirty, given
 
 
-def windows(streams):
-    """Of which streams the tensors of each whole policy are, by the rule of `DropIn`."""
-    stream, taken = Stream(Claims(needed=frozenset("abc"))), None
-    for number, names in enumerate(streams):
-        for name in names:
-            if taken is not None and name in stream.came:
-                taken = None
-            if taken is None and stream.first in (None, name):
-                stream.begin_anew(name)
-                taken = []
-            if taken is not None:
-                stream.note(name, None)
-                taken.append(number)
-                if stream.is_whole:
-                    yield taken
-                    taken = None
+@pytest.mark.parametrize("stages", product(("ab", "ba"), ("c", "ca", "ac")))
+def test_stages_may_come_in_any_order_and_send_a_tied_tensor_twice(stages, simulate):
+    for given in product(map("".join, permutations(stages)), repeat=5):
+        engine = simulate(given)
+        assert not engine.errors, given
+        assert all(len(set(policy.values())) == 1 for policy in engine.served), given
+        assert engine.held == dict.fromkeys(NAMES, 4), given
+        assert not engine.is_dirty, given
+
+
+NAMES, FROZEN = "abc", -1
+
+
+class Simulated:
+    """An engine that holds a number for each name, its rank, and its update."""
+
+    group, witness, summary = SimpleNamespace(size=1), "", str
+
+    def __init__(self):
+        self.held, self.served, self.errors = dict.fromkeys(NAMES, FROZEN), [], []
+        self.is_dirty, self.version, self.ignored, self.kv = False, 0, (), None
+        self.target = self.report = self.live = self
+
+    def holds(self, tensors, _):
+        return tensors.items() <= self.held.items()
+
+    def trust(self, names):
+        pass
+
+    def model_copy(self, update):
+        return self
+
+    def lend_turn(self, why):
+        return lambda: True
+
+    def __enter__(self):
+        self.is_dirty = True
+
+    def load(self, bucket):
+        self.held.update(bucket)
+
+    def __exit__(self, kind, error, traceback):
+        if error is None:
+            self.version, self.is_dirty = self.version + 1, False
+            self.served.append(self.held.copy())
+
+
+@pytest.fixture
+def simulate(monkeypatch):
+    """Load streams, in which all but what is frozen has the stream's number, one tensor a call."""
+    monkeypatch.setattr("fp8refit.driver.drop_in.claims_of_all", lambda *_: Claims(needed=frozenset(NAMES)))
+    monkeypatch.setattr("fp8refit.driver.drop_in.update", lambda engine, *_, **__: engine)
+    silent = logging.getLogger("tests.silent")
+    silent.disabled = True
+
+    def load(streams, frozen=""):
+        engine = Simulated()
+        drop_in = DropIn(engine, engine, DropInOptions(), silent)
+        for number, names in enumerate(streams):
+            for name in names:
+                try:
+                    drop_in.load([(name, FROZEN if name in frozen else number)])
+                except EngineDirtyError as error:
+                    engine.errors.append(error)
+        return engine
+
+    return load
 
 
 @pytest.mark.parametrize(

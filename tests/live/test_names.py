@@ -16,6 +16,7 @@ from fp8refit.live.names import in_one, is_not_a_weight, strip_wrappers, without
         ("model.layers.0._checkpoint_wrapped_module.norm.weight", "model.layers.0.norm.weight"),
         ("model.layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.norm.weight", "model.layers.0.norm.weight"),
         ("base_model.model.model.norm.weight", "model.norm.weight"),
+        ("model.layers.0.self_attn.q_proj.base_layer.weight", "model.layers.0.self_attn.q_proj.weight"),
         ("module.base_model.model.lm_head.weight", "lm_head.weight"),
         ("model.submodule.weight", "model.submodule.weight"),
         ("model.module_list.0.weight", "model.module_list.0.weight"),

@@ -827,8 +827,13 @@ def test_bf16_scales_are_taken_as_they_are(target, model):
 
 def test_lora_names_are_not_to_be_left_out(target, model):
     policy = make_policy(model, seed=1)
-    policy[Q_PROJ.replace("q_proj.", "q_proj.base_layer.")] = policy[Q_PROJ]
-    refuse(target, model, InvalidSourceError, as_source(policy), "merge it into the model")
+    base = {Q_PROJ.replace("q_proj.", "q_proj.base_layer."): policy[Q_PROJ]}
+    refuse(target, model, InvalidSourceError, as_source(policy | base), "sent twice")
+    adapter = {Q_PROJ.replace("q_proj.", "q_proj.lora_A."): torch.ones(1, 1)}
+    refuse(target, model, InvalidSourceError, as_source(policy | adapter), "merge it into the model")
+    del policy[Q_PROJ]
+    refit_target(target, as_source(policy | base))
+    assert_holds(model, policy | {Q_PROJ: base.popitem()[1]})
 
 
 def test_an_engine_on_no_device_is_refused(target, model):
