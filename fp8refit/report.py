@@ -110,6 +110,8 @@ class RefitReport(BaseModel, frozen=True):
     """KV-cache scales that were written, combined over all ranks; None if they did not change."""
     num_old_scales: int = 0
     """How many scales of an FP8 KV cache still belong to an older policy, after a drop-in refit."""
+    source: str | None = None
+    """The model that an engine has reloaded by itself, in a drop-in refit; None if a trainer sent the policy."""
 
     @classmethod
     def of(cls, ranks: Sequence[RankReport], **fields: Any) -> Self:
@@ -149,7 +151,8 @@ class RefitReport(BaseModel, frozen=True):
         """Describe the refit in one line."""
         phases = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in self.phases_s.items())
         return (
-            f"refit {self.engine} to version {self.version}: {self.num_tensors} tensors, "
+            f"refit {self.engine} to version {self.version}{f' from {self.source}' if self.source else ''}: "
+            f"{self.num_tensors} tensors, "
             f"{self.bytes_read / 1e9:.3f} GB read, {self.bytes_written / 1e9:.3f} GB written, "
             f"{self.gb_per_s:.0f} GB/s ({phases})"
         )
@@ -158,6 +161,7 @@ class RefitReport(BaseModel, frozen=True):
         rows = [
             ("engine", self.engine),
             ("version", str(self.version)),
+            *([("source", self.source)] if self.source else []),
             ("tensors", str(self.num_tensors)),
             ("quantized", str(self.num_quantized)),
             ("read", f"{self.bytes_read / 1e9:.3f} GB"),

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import wraps
 from importlib import import_module
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, NoReturn
 
 from fp8refit.driver.drop_in import DropIn, DropInOptions, last_report
 from fp8refit.driver.installed import Installed, instead_of
@@ -35,6 +36,8 @@ _WRAPPED = {
     "process_weights_after_loading": "vllm.model_executor.model_loader.utils",
 }
 """Wrapped functions, all of which take the network first, and the modules that define them."""
+_PATCHES = {"load_checkpoint_weight_patches": "vllm.model_executor.model_loader.checkpoint_weight_patch"}
+"""The same, for versions that have it."""
 SEAMS = (
     *(f"{module}.{name}" for name, module in _WRAPPED.items()),
     "vllm.engine.arg_utils.EngineArgs.create_engine_config",
@@ -78,7 +81,7 @@ def install(worker: Any, rank: Callable[[], Rank]) -> None:
         return
     drop_in = DropIn(worker, rank(), options, logger)
     _installed.add(network, drop_in, drop_in.load)
-    worker.model_runner.reload_weights = _ended_if_it_fails(worker.model_runner.reload_weights, drop_in)
+    worker.model_runner.reload_weights = _named_and_ended(worker.model_runner.reload_weights, drop_in)
     if (transfer := getattr(worker, "weight_transfer_engine", None)) is not None:
         transfer.receive_weights = drop_in.receiving()(transfer.receive_weights)
     worker.fp8refit_last_report = report
@@ -104,7 +107,8 @@ def report() -> str | None:
 
 def _wrap(undo: ExitStack) -> None:
     """Wrap the reload functions in every module that imported them."""
-    for name, module in _WRAPPED.items():
+    has_patches = find_spec(_PATCHES["load_checkpoint_weight_patches"]) is not None
+    for name, module in (_WRAPPED | _PATCHES if has_patches else _WRAPPED).items():
         original = getattr(import_module(module), name)
         wrapper = instead_of(original, _INSTEAD[name])
         for holder in list(sys.modules.values()):
@@ -117,16 +121,34 @@ def _wrap(undo: ExitStack) -> None:
 _installed = Installed(_wrap)
 
 
-def _ended_if_it_fails(reload_weights: Callable[..., None], drop_in: DropIn) -> Callable[..., None]:
+def _named_and_ended(reload_weights: Callable[..., None], drop_in: DropIn) -> Callable[..., None]:
+    """Make `reload_weights` say where it reads from, and end the policy if it fails."""
+
     @wraps(reload_weights)
-    def wrapper(*args: Any, **kwargs: Any) -> None:
+    def wrapper(weights_iterator: Any = None, weights_path: str | None = None, *args: Any, **kwargs: Any) -> None:
+        if weights_iterator is None:
+            drop_in.source = weights_path or drop_in.owner.vllm_config.model_config.model
         try:
-            reload_weights(*args, **kwargs)
+            reload_weights(weights_iterator, weights_path, *args, **kwargs)
         except BaseException:
             drop_in.close()
             raise
+        finally:
+            drop_in.source = None
 
     return wrapper
+
+
+def _refuse_patches(*_: Any, **__: Any) -> NoReturn:
+    """Refuse what changes single values: rounding a block takes all of its values.
+
+    Raises:
+        UnsupportedEngineError: Always. Nothing was written.
+    """
+    raise UnsupportedEngineError(
+        "patches of single tensors or values are not taken: a refit takes whole policies. Choose another backend in "
+        "weight_transfer_config (nccl, ipc or fp8refit). Nothing was written"
+    )
 
 
 def _look_whether_it_is_whole(drop_in: DropIn, *_: Any, **__: Any) -> None:
@@ -154,6 +176,7 @@ _INSTEAD: dict[str, Callable[..., None]] = {
     "finalize_layerwise_reload": _end,
     "finalize_layerwise_processing": _end,
     "process_weights_after_loading": _look_whether_it_is_whole,
+    "load_checkpoint_weight_patches": _refuse_patches,
 }
 
 

@@ -21,6 +21,12 @@ def twin_of(config: Any) -> Twin | Refusal:
     Args:
         config: The worker's `VllmConfig`.
     """
+    if config.model_config.is_moe and config.parallel_config.data_parallel_size > 1:
+        return Refusal(
+            module="experts",
+            reason="are spread over data-parallel replicas, and a refit writes one replica",
+            remedy="Boot replicas as engines of their own (data_parallel_size=1), and refit each",
+        )
     from vllm.config import set_current_vllm_config
 
     @contextmanager

@@ -117,6 +117,7 @@ class Stream:
         self._spelled: dict[str, str] = {}
         self.missing = set(self._needed)
         for name in held:
+            self._spelled[self._base(name)] = name.removesuffix(SCALE_SUFFIX)
             self.missing.difference_update(self._parts_of(self._base(name)))
 
     def may_begin(self, name: str, *, is_served: bool) -> bool:

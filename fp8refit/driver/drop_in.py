@@ -107,6 +107,8 @@ class DropIn:
         self._repeated: dict[str, int] = {}
         """What came again in a row and is as the engine has it, at this version: it may be the beginning of another policy."""
         self._is_marked = False
+        self.source: str | None = None
+        """Where what is loaded comes from, if it is known."""
         self._bucket: list[tuple[str, Tensor]] = []
         self._samples: list[Tensor] = []
         self._has_warned_of_scales = False
@@ -201,10 +203,10 @@ class DropIn:
         """End the policy.
 
         Raises:
-            RefitError: It is incomplete, or does not fit.
+            RefitError: It is incomplete, or does not fit; or none was begun.
         """
         if not self._is_marked:
-            return
+            raise InvalidSourceError(["update: ended without having begun, or a second time; begin it first"])
         self._is_marked = False
         self._go_on()
         if self._update is None:
@@ -287,6 +289,8 @@ class DropIn:
             self._skipped[name] = None
             return False
         is_served = stream.is_whole and not self._rank.target.is_dirty
+        if not is_served:
+            self._repeated.clear()
         if not is_served and not stream.may_begin(name, is_served=False):
             self._refuse(name)
         if is_served and self._is_served(name, tensor):
@@ -394,7 +398,7 @@ class DropIn:
         kv = self._rank.target.live.kv
         num_old = len(kv.names) if kv is not None and report.kv is None else 0
         ignored, self._skipped = tuple(dict.fromkeys((*self._skipped, *report.ignored))), {}
-        report = report.model_copy(update={"num_old_scales": num_old, "ignored": ignored})
+        report = report.model_copy(update={"num_old_scales": num_old, "ignored": ignored, "source": self.source})
         if num_old and not self._has_warned_of_scales:
             self._has_warned_of_scales = True
             self._logger.warning(

@@ -289,6 +289,21 @@ def test_only_what_the_engine_quantizes_is_quantized(tmp_path, dst):
     assert kept == ["lm_head", Q_PROJ.removesuffix(".weight")]
 
 
+def test_a_router_that_the_engine_quantizes_is_quantized(tmp_path, dst):
+    """As `fp8_per_block` does in vLLM, and no published checkpoint."""
+    layout, weights = fake_layout(), make_weights(extra=False)
+    like = next(slot for slot in layout.slots if slot.name == Q_PROJ)
+    router = like.model_copy(update={"name": "model.layers.0.mlp.gate.weight"})
+    src = write_checkpoint(tmp_path / "src", weights | {router.name: weights[Q_PROJ].clone()})
+    quantize_checkpoint(src, tmp_path / "by name")
+    assert read_shards(tmp_path / "by name")[router.name].dtype is torch.bfloat16
+    quantize_checkpoint(src, dst, like=layout.model_copy(update={"slots": (*layout.slots, router)}))
+    written = read_shards(dst)
+    assert torch.equal(written[router.name].view(torch.uint8), written[Q_PROJ].view(torch.uint8))
+    kept = read_json(dst / "config.json")["quantization_config"]["modules_to_not_convert"]
+    assert "model.layers.0.mlp.gate" not in kept
+
+
 def test_aliases_and_rotary_tables_fit_any_layout(tmp_path, dst):
     weights = make_weights(extra=False)
     more = {"lm_head.weight": weights["model.embed_tokens.weight"].clone(), "model.rotary_emb.inv_freq": torch.ones(32)}

@@ -488,6 +488,17 @@ def test_marks_are_the_beginning_and_the_end(site):
     site.assert_holds(policy, 3)
 
 
+def test_an_end_without_a_beginning_is_an_error(site):
+    policy = site.cluster.make_policy(1)
+    for _ in range(2):
+        assert all("begin it first" in str(error) for error in site.each(DropIn.end))
+        site.each(DropIn.begin)
+        site.load_policy(policy)
+        assert site.each(DropIn.end) == [None] * len(site.clients)
+    assert all("a second time" in str(error) for error in site.each(DropIn.end))
+    site.assert_holds(policy, 2)
+
+
 def test_what_failed_between_marks_stays_failed_until_the_next_beginning():
     site = Site("alone")
     policy = site.cluster.make_policy(1)
@@ -627,6 +638,18 @@ def test_a_second_name_of_a_tied_tensor_begins_and_completes_nothing(first, last
         tied.load(both, *order_of(both, first, last))
         tied.assert_holds(policy, version)
         assert not tied.drop_in.is_open
+
+
+def test_a_second_name_of_what_the_engine_held_begins_nothing(tied):
+    both = tied.policies[0] | {HEAD: tied.policies[0][EMBED]}
+    names = order_of(both, (EMBED,), (HEAD,))
+    other = tied.policies[1] | {name: both[name] for name in (EMBED, HEAD)}
+    for version, policy in enumerate((both, other, both, other), start=1):
+        tied.load(policy, *names)
+        tied.assert_holds({name: tensor for name, tensor in policy.items() if name != HEAD}, version)
+        assert not tied.drop_in.is_open
+    tied.load(both | {EMBED: both[EMBED] + 1, HEAD: both[EMBED] + 1}, *names)
+    assert not tied.drop_in.is_open
 
 
 @pytest.mark.parametrize("name", [EMBED, HEAD])

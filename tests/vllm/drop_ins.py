@@ -10,10 +10,13 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import torch
 from engines import booted, make_policy, model_of, places, refused, state
 from subject import LAYOUTS, NOISE, Subject, booted_as
 from torch import nn
+from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.reload import layerwise
 
 from tests.updating import FAULTS, in_fours, lent
 
@@ -184,6 +187,11 @@ def run_drop_in_boot(family: str, work: Path) -> dict:
         before, worker = places(llm), llm.llm_engine.model_executor.driver_worker.worker
         found = {"traces": traces(worker), "loaded": load(worker, family, 2, "tensor by tensor"), **state(llm)}
         found["placed"] = places(llm) == before
+        found["patched"] = patched(llm)
+        found["same"] = state(llm)["live"] == found["live"]
+        worker.reload_weights()
+        found["reloaded"] = json.loads(worker.fp8refit_last_report())
+        found["end"] = refused(layerwise.finalize_layerwise_reload, model_of(llm), worker.model_runner.model_config)
         remove(worker)
         from fp8refit_vllm import drop_in
 
@@ -192,6 +200,22 @@ def run_drop_in_boot(family: str, work: Path) -> dict:
         buckets = [list(make_policy(family, 1).items())]
         found["control"] = refused(one_by_one, worker, model_of(llm), buckets, error_type=Exception)
     return found
+
+
+def patched(llm: LLM) -> dict | None:
+    """What comes of a patch of two values, in versions that have such."""
+    try:
+        from vllm.model_executor.model_loader import checkpoint_weight_patch as patches
+    except ImportError:
+        return None
+    patch = patches.CheckpointWeightPatch(
+        name="model.norm.weight",
+        shape=(256,),
+        dtype=torch.bfloat16,
+        values=torch.ones(2, dtype=torch.bfloat16),
+        indices=torch.tensor([3, 5], dtype=torch.int32),
+    )
+    return refused(patches.load_checkpoint_weight_patches, model_of(llm), [patch])
 
 
 def run_drop_in_fresh(work: Path, policy: str = "policy-2") -> dict:

@@ -1,5 +1,7 @@
 """vLLM's own calls that load weights, with the drop-in: what a trainer calls, in every layout. `drop_ins.py` does it."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.tiny_models import save_model
@@ -137,6 +139,23 @@ def test_what_was_loaded_is_what_a_fresh_engine_boots(boots):
     assert loaded["live"] == fresh["live"]
     assert loaded["outputs"] == fresh["outputs"]
     assert loaded["placed"]
+
+
+def test_patches_of_values_are_refused_by_name_and_write_nothing(boots):
+    loaded = boots["loaded"]
+    assert loaded["same"]
+    if loaded["patched"] is not None:  # since 0.32
+        assert loaded["patched"]["error"] == "UnsupportedEngineError"
+        assert "patches of single tensors or values" in loaded["patched"]["message"]
+
+
+def test_what_an_engine_reloads_by_itself_is_named(boots):
+    report = boots["loaded"]["reloaded"]
+    assert (report["version"], Path(report["source"]).name) == (2, "policy-1")
+
+
+def test_a_second_end_is_an_error(boots):
+    assert "a second time" in boots["loaded"]["end"]["message"]
 
 
 def test_without_the_drop_in_nothing_is_touched_and_the_same_calls_do_not_refit(boots):
