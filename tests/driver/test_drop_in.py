@@ -22,6 +22,7 @@ from fp8refit.errors import (
     RankFailedError,
     UnsupportedEngineError,
 )
+from fp8refit.fill.stream_writer import StreamWriter
 from fp8refit.live.slots import Refusal
 from fp8refit.live.turn import DisplacedError
 from tests import fakes
@@ -226,8 +227,17 @@ def interrupt(*_):
     raise KeyboardInterrupt
 
 
-def test_a_bucket_that_is_sent_again_as_it_was_is_ignored(site):
+class Staging(StreamWriter):
+    """Takes tensors as if they were on another device."""
+
+    def __init__(self, arrivals, staging, direct, **options):
+        super().__init__(arrivals, staging, None, **options)
+
+
+@pytest.mark.parametrize("writer", [StreamWriter, Staging])
+def test_a_bucket_that_is_sent_again_as_it_was_is_ignored(writer, site, monkeypatch):
     """Two pipeline stages may each send a tied embedding; a trainer may repeat a call."""
+    monkeypatch.setattr("fp8refit.fill.stream.StreamWriter", writer)
     policy = site.cluster.make_policy(1)
     items = list(policy.items())
     outcomes = site.load(*([item] for item in (*items[:-1], items[1], *items[:2], items[-1], items[-1], items[2])))
@@ -308,6 +318,36 @@ def test_a_refit_between_two_calls_counts(site):
     assert all(f"whole with 1 more: {name}" in client.blocked for client in site.clients)
     site.load([(name, tensor)])
     site.assert_holds(third | {name: tensor}, 3)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "expert"])
+def test_a_tensor_that_one_rank_holds_otherwise_begins_a_policy(layout):
+    """Of which the other holds all that it reads."""
+    site = Site(layout)
+    policy = site.cluster.make_policy(1)
+    site.load_policy(policy)
+    for version, (name, tensor) in enumerate(policy.items(), start=2):
+        changed = tensor.clone()
+        changed.view(-1)[-1] += 1
+        items = [(name, changed), *((each, policy[each]) for each in policy if each != name)]
+        site.load(*([item] for item in items))
+        site.assert_holds(policy | {name: changed}, version)
+        policy = policy | {name: changed}
+
+
+def test_what_a_refit_that_failed_may_have_written_counts_no_more():
+    site = Site("alone")
+    first, second = site.cluster.make_policy(1), site.cluster.make_policy(2)
+    site.load_policy(first)
+    (begin, _), (name, tensor), *_ = first.items()
+    site.load([(name, tensor)])
+    broken = second | {begin: torch.full_like(second[begin], torch.nan)}
+    with pytest.raises(NonFiniteError):
+        fp8refit.Refitter(site.clients[0]).refit(broken)
+    site.load_policy({each: tensor for each, tensor in second.items() if each != name})
+    assert site.is_dirty
+    site.load([(name, second[name])])
+    site.assert_holds(second, 2)
 
 
 @pytest.mark.parametrize("is_marked", [False, True])
