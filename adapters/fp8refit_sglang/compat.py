@@ -1,4 +1,4 @@
-"""Access to SGLang's internals that differ between versions. It probes attributes (tested with 0.5.15 to 0.5.23).
+"""Access to SGLang's internals that differ between versions. It probes attributes (tested with 0.5.12 to 0.5.23).
 
 Messages travel in SGLang's own request for weights by IPC handles: it reaches the scheduler of every rank, its handles
 are free text, and it needs no update session.
@@ -6,47 +6,141 @@ are free text, and it needs no update session.
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from http import HTTPStatus
+from pkgutil import resolve_name
 from typing import Any
 
 from fp8refit.driver.admission import refusal
+from fp8refit.live.seams import Seam, found
 from fp8refit.live.versions import Versions
 
-VERSIONS = Versions(engine="SGLang", oldest="0.5.15", newest="0.5.23")
+VERSIONS = Versions(engine="SGLang", oldest="0.5.12", newest="0.5.23")
 
-IN_SCHEDULER = (
-    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_ipc"
+_MANAGERS, _HOOKS = "sglang.srt.managers", "sglang.srt.plugins.hook_registry"
+_UPDATERS = (
+    f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager",
+    f"{_MANAGERS}.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin",
 )
+"""The class whose methods handle weight updates in a scheduler; in older versions a base of the scheduler."""
+
+
+def in_updater(name: str) -> str:
+    """A method of that class, as a hook's target or a seam."""
+    return " | ".join(f"{updater}.{name}" for updater in _UPDATERS)
+
+
+IN_SCHEDULER = in_updater("update_weights_from_ipc")
 """Runs in a scheduler for a request for weights by IPC handles."""
 
-IN_SERVER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.update_weights_from_ipc"
+IN_SERVER = f"{_MANAGERS}.tokenizer_control_mixin.TokenizerControlMixin.update_weights_from_ipc"
 """Runs in a server's process before that."""
 
-IN_START = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.init_communicators"
+IN_START = f"{_MANAGERS}.tokenizer_control_mixin.TokenizerControlMixin.init_communicators"
 """Runs once in the process that takes requests, before it serves any."""
 
 IN_ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention.__init__"
 """Creates an attention layer."""
 
-IN_ADMISSION = "sglang.srt.managers.scheduler.Scheduler.process_input_requests"
+IN_ADMISSION = f"{_MANAGERS}.scheduler.Scheduler.process_input_requests"
 """Runs in a scheduler with the requests that arrived since its last step."""
 
-IN_SLEEP = (
-    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation"
-)
+IN_SLEEP = in_updater("release_memory_occupation")
 """Runs in a scheduler to release memory."""
 
-SEAMS = (
-    "sglang.srt.layers.quantization.kv_cache.BaseKVCacheMethod.create_weights",
-    "sglang.srt.managers.io_struct.UpdateWeightsFromIPCReqInput",
-    "sglang.srt.managers.io_struct.UpdateWeightsFromIPCReqOutput",
-    "sglang.srt.plugins.hook_registry.HookRegistry._hooks",
-    "sglang.srt.plugins.hook_registry.HookRegistry._patched",
-    "sglang.srt.plugins.hook_registry.HookRegistry.register",
-    "sglang.srt.plugins.hook_registry.HookType.AROUND",
-    "sglang.srt.runtime_context.get_server_args",
+_ARGUMENTS = ("sglang.srt.runtime_context.get_server_args", "sglang.srt.server_args.get_global_server_args")
+_GRAPHS = "sglang.srt.model_executor.cuda_graph_config.check_cuda_graph_backend"
+
+NEEDED = (
+    Seam(
+        purpose="hooks",
+        names=(
+            f"{_HOOKS}.HookRegistry._hooks",
+            f"{_HOOKS}.HookRegistry._patched",
+            f"{_HOOKS}.HookRegistry.register('target', hook, kind)",
+            f"{_HOOKS}.HookType.AROUND",
+        ),
+    ),
+    Seam(
+        purpose="messages to ranks",
+        names=(
+            IN_SCHEDULER,
+            IN_SERVER,
+            IN_START,
+            f"{_MANAGERS}.io_struct.UpdateWeightsFromIPCReqInput(zmq_handles={{}}, flush_cache=False)",
+            f"{_MANAGERS}.io_struct.UpdateWeightsFromIPCReqOutput(success=True, message='')",
+        ),
+    ),
+    Seam(purpose="refusing requests", names=(IN_ADMISSION,)),
+    Seam(purpose="noticing that weights are released", names=(IN_SLEEP,)),
+    Seam(
+        purpose="KV scales",
+        names=(
+            IN_ATTENTION,
+            "sglang.srt.layers.quantization.kv_cache.BaseKVCacheMethod.create_weights(method, layer)",
+            " | ".join(f"{name}()" for name in _ARGUMENTS),
+        ),
+    ),
 )
-"""What the plugin reaches for beside the places above."""
+"""What the plugin reaches for, whatever it is used for."""
+
+_LOADER = "sglang.srt.model_loader.loader"
+DROP_IN = Seam(
+    purpose="the drop-in",
+    names=(
+        in_updater("update_weights_from_disk"),
+        in_updater("update_weights_from_distributed"),
+        in_updater("update_weights_from_tensor"),
+        f"{_LOADER}.DefaultModelLoader.load_weights_and_postprocess",
+    ),
+    without="leave out the drop-in and refit with `Refitter`",
+)
+SEAMS = (
+    *NEEDED,
+    DROP_IN,
+    Seam(
+        purpose="updates with a begin and an end",
+        names=(f"{_MANAGERS}.io_struct.BeginWeightUpdateReqOutput", f"{_UPDATERS[0]}.end_weight_update"),
+        without="every tensor that a trainer loads is taken as it comes",
+    ),
+    Seam(
+        purpose="pausing requests",
+        names=(
+            f"{_MANAGERS}.io_struct.PauseGenerationReqInput(mode='retract')",
+            f"{_MANAGERS}.io_struct.ContinueGenerationReqInput(torch_empty_cache=False)",
+            f"{_MANAGERS}.tokenizer_manager.TokenizerManager.pause_generation(manager, request)",
+            f"{_MANAGERS}.tokenizer_manager.TokenizerManager.continue_generation(manager, request)",
+            f"{_MANAGERS}.tokenizer_manager.TokenizerManager._validate_and_resolve_lora(manager, request)",
+            f"{_MANAGERS}.tokenizer_manager.TokenizerManager.abort_request(manager, abort_all=True)",
+            f"{_MANAGERS}.tokenizer_manager.TokenizerManager().is_pause_cond",
+            f"{_MANAGERS}.tokenizer_manager.TokenizerManager().model_update_lock",
+            f"{_MANAGERS}.tokenizer_manager.TokenizerManager().rid_to_state",
+            f"{_MANAGERS}.scheduler.Scheduler.flush_cache(scheduler, empty_cache=False)",
+            f"{_MANAGERS}.scheduler.Scheduler.abort_request(scheduler, request)",
+        ),
+        without="every refit fails before anything is written",
+    ),
+    Seam(
+        purpose="reading the live model",
+        names=(
+            "sglang.srt.layers.rotary_embedding.factory._ROPE_DICT",
+            f"{_LOADER}._get_quantization_config(config, load_config)",
+            f"{_LOADER}._initialize_model(config, load_config, quantization)",
+        ),
+        without="every refit is refused",
+    ),
+    Seam(
+        purpose="calibration within SGLang's forward context",
+        names=("sglang.srt.model_executor.forward_context.forward_context(context)",),
+        without="the forward needs none",
+    ),
+    Seam(
+        purpose="recapturing graphs for new KV scales",
+        names=(f"{_GRAPHS}('decode', 'disabled')",),
+        without="the server's arguments say whether there are graphs",
+    ),
+)
+"""Every place in SGLang that this adapter reaches for."""
 
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 _HANDLE = "fp8refit"
@@ -54,18 +148,29 @@ _ORDER = "fp8refit.order"
 
 
 def register_hook(target: str, hook: Callable[..., Any]) -> None:
-    """Make SGLang call `hook(original, ...)` instead of `target`."""
+    """Make SGLang call `hook(original, ...)` instead of `target`, which may have alternatives."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(target, hook, HookType.AROUND)
+    HookRegistry.register(found(target), hook, HookType.AROUND)
 
 
 def is_hooked(target: str, hook: Callable[..., Any]) -> bool:
     """Whether SGLang has replaced `target` with `hook`, in this process and therefore in those it starts."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    is_registered = any(entry[1] is hook for entry in HookRegistry._hooks.get(target, ()))
-    return is_registered and target in HookRegistry._patched
+    name = found(target)
+    is_registered = any(entry[1] is hook for entry in HookRegistry._hooks.get(name, ()))
+    return is_registered and name in HookRegistry._patched
+
+
+def scheduler_of(manager: Any) -> Any:
+    """The scheduler of what handles weight updates in it, which may be the scheduler itself."""
+    return getattr(manager, "scheduler", manager)
+
+
+def updater_of(scheduler: Any) -> Any:
+    """What handles weight updates in a scheduler."""
+    return getattr(scheduler, "weight_updater", scheduler)
 
 
 def call_for(address: str) -> Any:
@@ -137,6 +242,7 @@ def refuse_requests(scheduler: Any, requests: Sequence[Any], reason: str) -> lis
     )
 
     said = {"type": "abort", "status_code": HTTPStatus.SERVICE_UNAVAILABLE, "message": str(refusal(reason))}
+    channels = getattr(scheduler, "ipc_channels", scheduler)
     others = []
     for request in requests:
         if isinstance(request, (BatchTokenizedGenerateReqInput, BatchTokenizedEmbeddingReqInput)):
@@ -147,7 +253,7 @@ def refuse_requests(scheduler: Any, requests: Sequence[Any], reason: str) -> lis
             others.append(request)
             continue
         for one in refused:
-            scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(finished_reason=said, rid=one.rid), one)
+            channels.send_to_tokenizer.send_output(AbortReq(finished_reason=said, rid=one.rid), one)
     if scheduler.waiting_queue:
         scheduler.abort_request(AbortReq(abort_all=True, finished_reason=said))
     return others
@@ -219,9 +325,38 @@ def why_not_refitted(arguments: Any) -> str | None:
 
 def is_cache_fp8() -> bool:
     """Whether the engine being built in this process is to have an FP8 (E4M3) KV cache."""
-    from sglang.srt.runtime_context import get_server_args
-
+    get_server_args = resolve_name(found(" | ".join(_ARGUMENTS)))
     return bool(get_server_args().kv_cache_dtype == "fp8_e4m3")
+
+
+def has_graphs(kind: str, backend: str, arguments: Any) -> bool:
+    """Whether CUDA graphs of `kind`, decode or prefill, are of `backend`."""
+    try:
+        from sglang.srt.model_executor.cuda_graph_config import check_cuda_graph_backend
+    except ImportError:  # then those of prefill leave attention to Python
+        return kind == "decode" and backend == "disabled" and bool(arguments.disable_cuda_graph)
+    return bool(check_cuda_graph_backend(kind, backend))
+
+
+def recapture(runner: Any) -> None:
+    """Recapture decode graphs, as SGLang's own updates do with `recapture_cuda_graph`."""
+    updater = getattr(runner, "weight_updater", None)
+    if updater is not None:
+        updater.recapture_cuda_graph()
+    elif hasattr(runner, "init_decode_cuda_graph"):
+        runner.init_decode_cuda_graph()
+    else:
+        runner.init_device_graphs()
+
+
+def forward_scope(runner: Any) -> AbstractContextManager[None]:
+    """The context in which SGLang runs every forward of its model."""
+    try:
+        from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+    except ImportError:
+        return nullcontext()
+    scope: AbstractContextManager[None] = forward_context(ForwardContext(attn_backend=runner.attn_backend))
+    return scope
 
 
 def make_kv_scales(layer: Any) -> None:

@@ -15,14 +15,12 @@ from fp8refit.driver.drop_in import DropIn, DropInOptions
 from fp8refit.driver.installed import Installed, instead_of
 from fp8refit.errors import RefitError
 from fp8refit.live.slots import FP8_DTYPE
-from fp8refit_sglang.compat import close_session, has_sessions, weights_receipt
+from fp8refit_sglang.compat import close_session, has_sessions, in_updater, weights_receipt
 from fp8refit_sglang.live_scheduler import Scheduler
 from fp8refit_sglang.worker import rank_of
 
 logger = logging.getLogger("sglang.fp8refit")
 
-IN_UPDATES = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-"""The class whose methods handle weight updates in a scheduler. An exception from them would end the engine."""
 ANSWERED = (
     "begin_weight_update",
     "end_weight_update",
@@ -30,16 +28,12 @@ ANSWERED = (
     "update_weights_from_distributed",
     "update_weights_from_tensor",
 )
-SEAMS = (
-    *(f"{IN_UPDATES}.{name}" for name in ANSWERED[2:]),
-    "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess",
-)
-"""What the drop-in reaches for in every version, beside what the plugin does."""
+"""Methods for weight updates in a scheduler. An exception from them would end the engine."""
 
 
 def hooks() -> dict[str, Callable[..., Any]]:
     """What makes SGLang answer a failed update with its error."""
-    return {f"{IN_UPDATES}.{name}": _answer_of(name) for name in (ANSWERED if has_sessions() else ANSWERED[2:])}
+    return {in_updater(name): _answer_of(name) for name in (ANSWERED if has_sessions() else ANSWERED[2:])}
 
 
 def _answer_of(name: str) -> Callable[..., Any]:

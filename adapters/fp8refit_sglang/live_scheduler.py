@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from fp8refit.errors import EngineAsleepError
 from fp8refit.live.slots import FP8_DTYPE, dtype_name
+from fp8refit_sglang.compat import forward_scope, has_graphs, recapture, updater_of
 
 
 class Scheduler:
@@ -69,12 +70,12 @@ class Scheduler:
     @property
     def sleeping_tags(self) -> frozenset[str]:
         """What `release_memory_occupation` released."""
-        return frozenset(self._scheduler.weight_updater.offload_tags)
+        return frozenset(updater_of(self._scheduler).offload_tags)
 
     @property
     def has_open_session(self) -> bool:
         """Whether one of SGLang's own weight updates has begun and not ended."""
-        return getattr(self._scheduler.weight_updater, "_session", None) is not None
+        return getattr(updater_of(self._scheduler), "_session", None) is not None
 
     @property
     def model_config(self) -> Any:
@@ -110,16 +111,12 @@ class Scheduler:
     @property
     def has_decode_graphs(self) -> bool:
         """Whether CUDA graphs capture decoding."""
-        from sglang.srt.model_executor.cuda_graph_config import check_cuda_graph_backend
-
-        return not check_cuda_graph_backend("decode", "disabled")
+        return not has_graphs("decode", "disabled", self._scheduler.server_args)
 
     @property
     def has_full_prefill_graphs(self) -> bool:
         """Whether CUDA graphs capture prefill with its attention; other prefill graphs leave attention to Python."""
-        from sglang.srt.model_executor.cuda_graph_config import check_cuda_graph_backend
-
-        return bool(check_cuda_graph_backend("prefill", "full"))
+        return has_graphs("prefill", "full", self._scheduler.server_args)
 
     def check_can_recapture(self) -> None:
         """Check that CUDA graphs can be captured now.
@@ -134,14 +131,13 @@ class Scheduler:
             )
 
     def recapture(self) -> None:
-        """Recapture decode graphs, as SGLang's own updates do with `recapture_cuda_graph`.
+        """Recapture decode graphs.
 
         Raises:
             EngineAsleepError: A part of the engine is asleep.
         """
         self.check_can_recapture()
-        updater = getattr(self._runner, "weight_updater", None)
-        (updater.recapture_cuda_graph if updater is not None else self._runner.init_decode_cuda_graph)()
+        recapture(self._runner)
 
     @property
     def vocab_size(self) -> int:
@@ -161,10 +157,7 @@ class Scheduler:
 
     def forward_scope(self) -> AbstractContextManager[None]:
         """The context in which SGLang runs every forward of its model."""
-        from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-
-        scope: AbstractContextManager[None] = forward_context(ForwardContext(attn_backend=self._runner.attn_backend))
-        return scope
+        return forward_scope(self._runner)
 
     @property
     def _runner(self) -> Any:

@@ -8,13 +8,14 @@ from fp8refit.driver.drop_in import DropInOptions
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit_sglang import drop_in
 from fp8refit_sglang.compat import (
+    DROP_IN,
     IN_ADMISSION,
     IN_ATTENTION,
     IN_SCHEDULER,
     IN_SERVER,
     IN_SLEEP,
     IN_START,
-    SEAMS,
+    NEEDED,
     VERSIONS,
     is_hooked,
     register_hook,
@@ -52,7 +53,7 @@ def register() -> None:
 
     is_asked = DropInOptions.read(os.environ).drop_in
     hooks = _DOORS | {IN_ATTENTION: give_scales, IN_SLEEP: note_sleep}
-    seams = (*SEAMS, *hooks, *(drop_in.SEAMS if is_asked else ()))
+    seams = (*NEEDED, DROP_IN) if is_asked else NEEDED
     try:
         if not VERSIONS.admits(sglang.__version__, seams, drop_in.logger, is_asked=is_asked):
             return

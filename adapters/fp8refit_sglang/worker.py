@@ -22,7 +22,7 @@ from fp8refit.tracing.inventory import inventory_of
 from fp8refit.tracing.twin import Twin
 from fp8refit.transport.loopback import RankConnection
 from fp8refit.transport.process_group import ProcessGroupExchange
-from fp8refit_sglang.compat import VERSIONS, address_in, loses_weights, receipt
+from fp8refit_sglang.compat import VERSIONS, address_in, loses_weights, receipt, scheduler_of
 from fp8refit_sglang.kv_cache import HeldScales, read_kv_cache
 from fp8refit_sglang.layout import SglangRules
 from fp8refit_sglang.live_scheduler import Scheduler
@@ -43,7 +43,7 @@ def serve(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     if address is None:
         return original(manager, request)
     try:
-        _converse(Scheduler(manager.scheduler), address)
+        _converse(Scheduler(scheduler_of(manager)), address)
     except RefitError as error:
         logger.warning("the driver of a refit is gone: %s", error)
         return receipt(success=False, message=str(error))
@@ -55,8 +55,9 @@ def serve(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 def note_sleep(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Wraps the scheduler method that releases memory."""
-    if manager.scheduler is not None and loses_weights(request, manager.scheduler):
-        rank_of(Scheduler(manager.scheduler)).target.forget_values()
+    scheduler = scheduler_of(manager)
+    if scheduler is not None and loses_weights(request, scheduler):
+        rank_of(Scheduler(scheduler)).target.forget_values()
     return original(manager, request)
 
 

@@ -1,10 +1,11 @@
-"""Access to vLLM's internals that differ between versions. It probes attributes (tested with 0.26 to 0.33)."""
+"""Access to vLLM's internals that differ between versions. It probes attributes (tested with 0.22 to 0.33)."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from importlib.metadata import entry_points
 from inspect import currentframe, isawaitable, signature
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -14,30 +15,149 @@ from torch.distributed import ProcessGroup
 from fp8refit.driver.admission import refusal
 from fp8refit.errors import EngineDirtyError
 from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.seams import Seam
 from fp8refit.live.versions import Versions
 
 _DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 
-VERSIONS = Versions(engine="vLLM", oldest="0.26", newest="0.33")
+VERSIONS = Versions(engine="vLLM", oldest="0.22", newest="0.33")
 
 WORKER = "vllm.v1.worker.worker_base.WorkerBase"
-SEAMS = (
-    WORKER,
-    "vllm.distributed.weight_transfer.factory.WeightTransferEngineFactory.register_engine",
-    "vllm.distributed.weight_transfer.factory.WeightTransferTrainerFactory.register_engine",
-    "vllm.v1.engine.EngineCoreOutput",
-    "vllm.v1.engine.EngineCoreOutputs",
-    "vllm.v1.engine.FinishReason.ABORT",
-    "vllm.v1.engine.core.EngineCore.collective_rpc",
-    "vllm.v1.engine.core.EngineCore.reset_prefix_cache",
-    "vllm.v1.engine.llm_engine.LLMEngine.abort_request",
-    "vllm.v1.engine.llm_engine.LLMEngine.step",
-    "vllm.v1.engine.output_processor.OutputProcessor.abort_requests",
-    "vllm.v1.engine.output_processor.OutputProcessor.process_outputs",
-    "vllm.v1.request.RequestStatus.FINISHED_ABORTED",
+_CORE = "vllm.v1.engine.core.EngineCore"
+_LLM, _ASYNC_LLM, _OUTPUTS = (
+    "vllm.v1.engine.llm_engine.LLMEngine",
+    "vllm.v1.engine.async_llm.AsyncLLM",
+    "vllm.v1.engine.output_processor.OutputProcessor",
+)
+_TRANSFER, _RELOAD = "vllm.distributed.weight_transfer", "vllm.model_executor.model_loader.reload.layerwise"
+
+NEEDED = (
+    Seam(
+        purpose="messages to workers",
+        names=(WORKER, f"{_CORE}.collective_rpc(core, 'method', 1.0, ())", f"{_CORE}().model_executor"),
+    ),
+    Seam(
+        purpose="refusing requests",
+        names=(
+            f"{_CORE}().step_fn",
+            f"{_CORE}().scheduler",
+            "vllm.v1.engine.EngineCoreOutput('id', [], finish_reason=0, stop_reason='')",
+            "vllm.v1.engine.EngineCoreOutputs()",
+            "vllm.v1.engine.FinishReason.ABORT",
+            f"{_LLM}.abort_request(engine, [], internal=True)",
+            f"{_LLM}.step(engine)",
+            f"{_OUTPUTS}.abort_requests(processor, [], internal=True)",
+            f"{_OUTPUTS}.process_outputs(processor, [])",
+            "vllm.v1.request.RequestStatus.FINISHED_ABORTED",
+        ),
+    ),
+    Seam(purpose="dropping caches", names=(f"{_CORE}.reset_prefix_cache(core, True, True)",)),
 )
 """What the plugin reaches for, whatever it is used for."""
+
+DROP_IN = Seam(
+    purpose="the drop-in",
+    names=(
+        f"{_RELOAD}.initialize_layerwise_reload(network)",
+        f"{_RELOAD}.finalize_layerwise_reload(network)",
+        f"{_RELOAD}.finalize_layerwise_processing(network)",
+        "vllm.model_executor.model_loader.utils.process_weights_after_loading(network)",
+        "vllm.engine.arg_utils.EngineArgs.create_engine_config(arguments)",
+        "vllm.transformers_utils.config.get_config(model, trusted, revision, code)",
+    ),
+    without="leave out the drop-in and refit with `Refitter`",
+)
+TRANSFER = Seam(
+    purpose="weight transfer",
+    names=(
+        f"{_TRANSFER}.factory.WeightTransferEngineFactory.register_engine('name', 'module', 'class')",
+        f"{_TRANSFER}.factory.WeightTransferTrainerFactory.register_engine('name', 'module', 'class')",
+        f"{_TRANSFER}.base.ModuleSource",
+        f"{_TRANSFER}.base.TrainerInitInfo",
+        f"{_TRANSFER}.base.TrainerWeightTransferEngine",
+        f"{_TRANSFER}.base.WeightTransferEngine(config, vllm_config, device, model)",
+    ),
+    without="use `Refitter`, the drop-in, or vLLM 0.26 or later",
+)
+ENDPOINT = Seam(
+    purpose="servers",
+    names=("vllm.plugins.ENDPOINT_PLUGINS_GROUP",),
+    without="refit its workers with the drop-in, or use vLLM 0.26 or later",
+)
+ASYNC = Seam(
+    purpose="an AsyncLLM",
+    names=(
+        f"{_ASYNC_LLM}.abort(llm, [], internal=True)",
+        f"{_ASYNC_LLM}.add_request(llm)",
+        f"{_ASYNC_LLM}.collective_rpc(llm, 'method', 1.0, ())",
+        f"{_ASYNC_LLM}.encode(llm)",
+        f"{_ASYNC_LLM}.errored",
+        f"{_ASYNC_LLM}.generate(llm)",
+        f"{_ASYNC_LLM}.is_paused(llm)",
+        f"{_ASYNC_LLM}.reset_prefix_cache(llm, True, True)",
+        f"{_ASYNC_LLM}.resume_generation(llm)",
+        f"{_ASYNC_LLM}.wake_up(llm)",
+        f"{_ASYNC_LLM}().output_processor",
+        "vllm.v1.engine.core_client.AsyncMPClient.call_utility_async(client, 'method')",
+        "vllm.v1.engine.core_client.AsyncMPClient.pause_scheduler_async(client, mode='keep', clear_cache=False)",
+        "vllm.exceptions.GracefulHTTPError | vllm.entrypoints.openai.engine.protocol.GenerationError",
+        "vllm.exceptions.GracefulHTTPError | vllm.v1.engine.async_llm.InputStreamError",
+        f"{_OUTPUTS}.add_request(processor)",
+        f"{_OUTPUTS}.get_num_unfinished_requests(processor)",
+        f"{_OUTPUTS}().request_states",
+    ),
+    without="use an LLM",
+)
+SEAMS = (
+    *NEEDED,
+    DROP_IN,
+    TRANSFER,
+    ENDPOINT,
+    ASYNC,
+    Seam(
+        purpose="reading the live model",
+        names=(
+            "vllm.config.set_current_vllm_config(config)",
+            "vllm.distributed.parallel_state.get_tp_group()",
+            "vllm.distributed.parallel_state.get_world_group()",
+            "vllm.model_executor.layers.rotary_embedding",
+            "vllm.model_executor.model_loader.utils.initialize_model(config)",
+            "vllm.utils.deep_gemm.is_deep_gemm_e8m0_used()",
+        ),
+        without="every refit is refused",
+    ),
+    Seam(
+        purpose="latent attention",
+        names=("vllm.model_executor.layers.quantization.utils.quant_utils.get_and_maybe_dequant_weights(layer)",),
+        without="models that use it are refused",
+    ),
+    Seam(
+        purpose="calibration",
+        names=("vllm.forward_context.set_forward_context(metadata, config)",),
+        without="KV scales are given, not measured",
+    ),
+    Seam(
+        purpose="an LLM whose engine core is in another process",
+        names=(
+            "vllm.v1.engine.EngineCoreRequestType.UTILITY",
+            "vllm.v1.engine.core_client.SyncMPClient._send_input(client, kind, arguments)",
+            "vllm.v1.engine.core_client.SyncMPClient().utility_results",
+        ),
+        without="refits take more exchanges",
+    ),
+    Seam(
+        purpose="patches of single values",
+        names=("vllm.model_executor.model_loader.checkpoint_weight_patch.load_checkpoint_weight_patches(network, [])",),
+        without="there are none to refuse",
+    ),
+    Seam(
+        purpose="the version of a policy in outputs",
+        names=(f"{_CORE}.set_weight_version(core, '1')",),
+        without="outputs do not say it",
+    ),
+)
+"""Every place in vLLM that this adapter reaches for."""
 
 PLUGIN_GROUP = "vllm.general_plugins"
 BACKEND = "fp8refit"
@@ -120,12 +240,17 @@ def engine_process_group(num_ranks: int) -> ProcessGroup | None:
 
 
 def register_transfer() -> None:
-    """Register our weight-transfer backend with vLLM, which imports the classes on use. May be repeated."""
-    from vllm.distributed.weight_transfer import factory
+    """Register our weight-transfer backend with vLLM, which imports the classes on use. May be repeated.
 
-    with suppress(ValueError):  # already registered
-        factory.WeightTransferEngineFactory.register_engine(BACKEND, "fp8refit_vllm.transfer", "RefitTransferEngine")
-        factory.WeightTransferTrainerFactory.register_engine(BACKEND, "fp8refit_vllm.trainer", "RefitTrainer")
+    A vLLM that lacks a part of what they need gets the rest, which then says so.
+    """
+    classes = {
+        "WeightTransferEngineFactory": ("fp8refit_vllm.transfer", "RefitTransferEngine"),
+        "WeightTransferTrainerFactory": ("fp8refit_vllm.trainer", "RefitTrainer"),
+    }
+    for name, (module, ours) in classes.items():
+        with suppress(AttributeError, ImportError, ValueError):  # ValueError: already registered
+            resolve_name(f"{_TRANSFER}.factory.{name}").register_engine(BACKEND, module, ours)
 
 
 def booting_worker() -> Any:

@@ -1,5 +1,5 @@
 """Access to vLLM's engine core, and to its client in another process, where versions differ. It probes attributes (tested with
-0.26 to 0.33).
+0.22 to 0.33).
 """
 
 import asyncio

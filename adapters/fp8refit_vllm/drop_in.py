@@ -38,12 +38,6 @@ _WRAPPED = {
 """Wrapped functions, all of which take the network first, and the modules that define them."""
 _PATCHES = {"load_checkpoint_weight_patches": "vllm.model_executor.model_loader.checkpoint_weight_patch"}
 """The same, for versions that have it."""
-SEAMS = (
-    *(f"{module}.{name}" for name, module in _WRAPPED.items()),
-    "vllm.engine.arg_utils.EngineArgs.create_engine_config",
-    "vllm.transformers_utils.config.get_config",
-)
-"""What the drop-in reaches for, beside what the plugin does."""
 
 
 def options_of(config: Any) -> DropInOptions:

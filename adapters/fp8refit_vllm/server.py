@@ -18,12 +18,13 @@ from fp8refit.remote.servers.orders import Answer, read_token
 from fp8refit.transport.vote import ErrorRecord
 from fp8refit_vllm.async_driver import AsyncDriver
 from fp8refit_vllm.clients import PLUGIN, check_server, method_of
-from fp8refit_vllm.compat import VERSIONS, api_keys
+from fp8refit_vllm.compat import ENDPOINT, VERSIONS, api_keys
 
 _ROUTE = "/v1/fp8refit"
 _NOT_LOADED = (
     "vLLM does not load fp8refit's endpoint in this server: install fp8refit where it runs (a path alone has no entry points), "
-    f"and start it with VLLM_PLUGINS={PLUGIN} (vLLM adds only the routes of plugins named there; name your other plugins too)"
+    f"and start it with VLLM_PLUGINS={PLUGIN} (vLLM adds only the routes of plugins named there; name your other plugins too). "
+    f"If it has no endpoint plugins, {ENDPOINT.without}"
 )
 
 

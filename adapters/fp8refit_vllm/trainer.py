@@ -1,20 +1,21 @@
 """The trainer's side of vLLM's weight transfer. A trainer written for vLLM's API only changes its init info.
 
-Importing this module registers our backend with vLLM's factories.
+Importing this module registers our backend with vLLM's factories, or raises `UnsupportedEngineError` if it has none.
 """
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
-
 from fp8refit.config import RefitConfig
 from fp8refit.errors import InvalidSourceError
 from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues
 from fp8refit.report import RefitReport
-from fp8refit_vllm.compat import BACKEND, register_transfer
+from fp8refit_vllm.compat import BACKEND, TRANSFER, VERSIONS, register_transfer
 from fp8refit_vllm.transfer_driver import TransferDriver
 from fp8refit_vllm.weight_source import opened
+
+with VERSIONS.importing(TRANSFER):
+    from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

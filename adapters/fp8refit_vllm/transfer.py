@@ -17,7 +17,6 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 from typing_extensions import override
-from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from fp8refit import __version__
 from fp8refit.errors import (
@@ -32,9 +31,12 @@ from fp8refit.transport.collective.board import Board
 from fp8refit.transport.error_capture import ErrorCapture
 from fp8refit.transport.vote import ErrorRecord
 from fp8refit_vllm.clients import check_layout
-from fp8refit_vllm.compat import booting_worker, end_weight_update, is_updating
+from fp8refit_vllm.compat import TRANSFER, VERSIONS, booting_worker, end_weight_update, is_updating
 from fp8refit_vllm.transfer_driver import Letter
 from fp8refit_vllm.worker import rank_of, serve
+
+with VERSIONS.importing(TRANSFER):
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 logger = logging.getLogger(__name__)
 

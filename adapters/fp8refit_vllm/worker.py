@@ -27,7 +27,8 @@ from fp8refit.transport.shared_flag import SharedFlag
 from fp8refit.transport.vote import Group
 from fp8refit_vllm import drop_in
 from fp8refit_vllm.compat import (
-    SEAMS,
+    DROP_IN,
+    NEEDED,
     VERSIONS,
     draft_method,
     engine_process_group,
@@ -58,7 +59,7 @@ def register() -> None:
     import vllm
 
     is_asked = DropInOptions.read(os.environ).is_asked
-    seams = (*SEAMS, *drop_in.SEAMS) if is_asked else SEAMS
+    seams = (*NEEDED, DROP_IN) if is_asked else NEEDED
     if not VERSIONS.admits(vllm.__version__, seams, drop_in.logger, is_asked=is_asked):
         return
     from vllm.v1.worker.worker_base import WorkerBase

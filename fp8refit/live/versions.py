@@ -5,9 +5,10 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pkgutil import resolve_name
+from importlib import import_module
 
 from fp8refit.errors import UnsupportedEngineError
+from fp8refit.live.seams import Seam
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,12 +38,28 @@ class Versions:
                 f"{self.newest}): install one of those"
             )
 
-    def admits(self, version: str, seams: Iterable[str], logger: logging.Logger, *, is_asked: bool) -> bool:
+    def require(self, seam: Seam) -> None:
+        """Refuse what a seam is for, if the engine of this process lacks it.
+
+        Raises:
+            UnsupportedEngineError: It does.
+            ImportError: The engine is not installed.
+        """
+        name = seam.missing
+        if name is not None:
+            version = getattr(import_module(self.engine.lower()), "__version__", "?")
+            remedy = f"install {self.engine} {self.oldest} to {self.newest}, or a newer fp8refit"
+            raise UnsupportedEngineError(
+                f"this {self.engine} ({version}) has no {name}, which fp8refit needs for {seam.purpose}; "
+                f"{seam.without or remedy}"
+            )
+
+    def admits(self, version: str, seams: Iterable[Seam], logger: logging.Logger, *, is_asked: bool) -> bool:
         """Whether a plugin can work in this process. Logs one line if it cannot. Changes nothing.
 
         Args:
             version: As for `check`.
-            seams: Dotted names of what the plugin reaches for in the engine.
+            seams: What the plugin cannot do without.
             logger: Where to log.
             is_asked: Whether somebody asked by name for what the plugin does.
 
@@ -52,13 +69,7 @@ class Versions:
         try:
             self.check(version)
             for seam in seams:
-                try:
-                    resolve_name(seam)
-                except (ImportError, AttributeError) as error:
-                    raise UnsupportedEngineError(
-                        f"this {self.engine} ({version}) has no {seam}, which fp8refit needs; install "
-                        f"{self.engine} {self.oldest} to {self.newest}, or a newer fp8refit"
-                    ) from error
+                self.require(seam)
         except UnsupportedEngineError as error:
             if is_asked:
                 raise
@@ -67,13 +78,15 @@ class Versions:
         return True
 
     @contextmanager
-    def importing(self) -> Iterator[None]:
-        """A context in which to import the engine.
+    def importing(self, *seams: Seam) -> Iterator[None]:
+        """A context in which to import the engine, or what seams name of it.
 
         Raises:
-            UnsupportedEngineError: It is not installed.
+            UnsupportedEngineError: It is not installed, or lacks one of the seams.
         """
         try:
+            for seam in seams:
+                self.require(seam)
             yield
         except ImportError as error:
             extra = self.engine.lower()

@@ -1,9 +1,17 @@
 """Modules of an engine that hold nothing but what is named."""
 
+import re
 import sys
 from collections.abc import Iterable
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+from fp8refit.live.seams import Seam
+
+
+def names_in(seams: Iterable[Seam]) -> list[str]:
+    """Dotted names of what seams reach for, of alternatives the first."""
+    return list(dict.fromkeys(re.match(r"[\w.]+", name)[0] for seam in seams for name in seam.names))
 
 
 def put_modules(monkeypatch, names: Iterable[str], **members: Any) -> dict[str, ModuleType]:

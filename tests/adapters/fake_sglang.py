@@ -19,10 +19,11 @@ import torch
 from fastapi import Body, FastAPI
 from fastapi.responses import JSONResponse
 from fp8refit_sglang import SglangEngine, plugin
-from fp8refit_sglang.compat import IN_ATTENTION, IN_SCHEDULER, IN_SERVER, IN_SLEEP, IN_START, SEAMS
+from fp8refit_sglang.compat import IN_SCHEDULER, IN_SERVER, IN_START, NEEDED
 from torch import Tensor, nn
 
-from tests.adapters.fake_modules import put_modules
+from fp8refit.live.seams import found
+from tests.adapters.fake_modules import names_in, put_modules
 from tests.fake_ranks import HIDDEN, K_PROJ, LAYOUTS, SHAPES, Meeting, Shard, ThreadGroup, whole
 from tests.fakes import assert_slots_hold, live_bytes
 from tests.loopback_server import LoopbackServer
@@ -175,7 +176,7 @@ def install(monkeypatch) -> None:
         "sglang.srt.entrypoints": {},
         "sglang.srt.entrypoints.http_server": {"app": None},
     }
-    modules = put_modules(monkeypatch, [*SEAMS, *plugin._DOORS, IN_ATTENTION, IN_SLEEP])
+    modules = put_modules(monkeypatch, names_in(NEEDED))
     for name, members in contents.items():
         module = modules.get(name) or ModuleType(name)
         vars(module).update(members)
@@ -270,7 +271,7 @@ class WeightUpdater:
         self.offload_tags: set[str] = set()
 
     def update_weights_from_ipc(self, request: UpdateWeightsFromIPCReqInput) -> UpdateWeightsFromIPCReqOutput:
-        return HookRegistry.call(IN_SCHEDULER, type(self)._update_weights_from_ipc, self, request)
+        return HookRegistry.call(found(IN_SCHEDULER), type(self)._update_weights_from_ipc, self, request)
 
     def _update_weights_from_ipc(self, request: UpdateWeightsFromIPCReqInput) -> UpdateWeightsFromIPCReqOutput:
         return UpdateWeightsFromIPCReqOutput(success=False, message=f"no ZMQ socket in {sorted(request.zmq_handles)}")

@@ -329,6 +329,6 @@ def test_an_async_engine_is_not_kept_alive():
 
 
 def test_an_older_version_is_refused_by_name_and_range(monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.25.1"))
-    with pytest.raises(UnsupportedEngineError, match=r"this is vLLM 0\.25\.1; fp8refit works with vLLM 0\.26 or later"):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.21.0"))
+    with pytest.raises(UnsupportedEngineError, match=r"this is vLLM 0\.21\.0; fp8refit works with vLLM 0\.22 or later"):
         VllmEngine(SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=make_config())))

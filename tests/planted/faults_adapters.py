@@ -59,7 +59,7 @@ FAULTS = [
     Fault(
         name="a place that registration reaches for is not looked at",
         at=COMPAT,
-        before='"vllm.distributed.weight_transfer.factory.WeightTransferTrainerFactory.register_engine"',
+        before='f"{_LLM}.step(engine)"',
         after="WORKER",
         found_by=VLLM_SEAMS,
     ),
@@ -72,8 +72,8 @@ FAULTS = [
     Fault(
         name="vLLM is touched before all places are looked at",
         at="adapters/fp8refit_vllm/worker.py::register",
-        before="seams = (*SEAMS, *drop_in.SEAMS) if is_asked else SEAMS",
-        after="raise_refusals()\nseams = (*SEAMS, *drop_in.SEAMS) if is_asked else SEAMS",
+        before="seams = (*NEEDED, DROP_IN) if is_asked else NEEDED",
+        after="raise_refusals()\nseams = (*NEEDED, DROP_IN) if is_asked else NEEDED",
         found_by=VLLM_SEAMS,
     ),
     Fault(
@@ -90,10 +90,10 @@ FAULTS = [
         found_by=SGLANG_SEAMS,
     ),
     Fault(
-        name="what attention layers of SGLang are given is not looked at",
-        at="adapters/fp8refit_sglang/plugin.py::register",
-        before="(*SEAMS, *hooks, *(drop_in.SEAMS if is_asked else ()))",
-        after="(*SEAMS, *_DOORS, *(drop_in.SEAMS if is_asked else ()))",
+        name="a place that SGLang is hooked at is not looked at",
+        at="adapters/fp8refit_sglang/compat.py",
+        before='Seam(purpose="noticing that weights are released", names=(IN_SLEEP,))',
+        after='Seam(purpose="noticing that weights are released", names=(IN_START,))',
         found_by=SGLANG_SEAMS,
     ),
     Fault(

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import sglang
@@ -16,6 +17,7 @@ from subject import refused
 from torch import Tensor
 
 from fp8refit import Refitter
+from fp8refit.live import seams
 from tests.updating import FAULTS, in_fours
 
 HAS_SESSIONS = hasattr(sglang.Engine, "begin_weight_update")
@@ -117,10 +119,16 @@ SILENT = ("raise", "raise inside")
 """Faults of a trainer, which SGLang does not hear of."""
 
 
+def updater_class() -> type:
+    """Whose methods handle weight updates in a scheduler."""
+    from fp8refit_sglang.compat import in_updater
+
+    return resolve_name(seams.found(in_updater("update_weights_from_disk")).rpartition(".")[0])
+
+
 def traces(scheduler: Any) -> list[str]:
     """What there is of the drop-in in this process."""
     from fp8refit_sglang.drop_in import ANSWERED
-    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     network = scheduler.tp_worker.model_runner.model
@@ -129,7 +137,7 @@ def traces(scheduler: Any) -> list[str]:
         function = getattr(value, "__func__", value)
         if inspect.isfunction(function) and function.__code__.co_filename.endswith("fp8refit/driver/installed.py"):
             found.append(f"loader.{name}")
-    updates = vars(SchedulerWeightUpdaterManager).items()
+    updates = vars(updater_class()).items()
     wrapped = [name for name, value in updates if hasattr(value, "__wrapped__") and name in ANSWERED]
     return sorted([*found, *(f"updates.{name}" for name in wrapped)])
 

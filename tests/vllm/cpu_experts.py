@@ -7,27 +7,28 @@ for; only the product is torch's. Where a backend asks DeepGEMM for a layout, it
 from weakref import WeakKeyDictionary
 
 import torch
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
+from vllm import _custom_ops
+from vllm.model_executor.layers.fused_moe import modular_kernel
+from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
 from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.utils import deep_gemm
+from vllm.v1.worker.workspace import WorkspaceManager
 
+_WORKSPACE = WorkspaceManager(torch.device("cpu"), 1)
 _last: WeakKeyDictionary = WeakKeyDictionary()
 """What each layer's experts dequantized last, from which bytes. Not on the experts, as in `cpu_kernel.py`."""
 
 
-class ReferenceExperts(CPUExpertsFp8):
+class ReferenceExperts(TritonExperts):
     """Multiplies by dequantized experts, gate above up; leaves storage as it was loaded."""
 
     is_up_first = False
+    expects_unquantized_inputs = True
 
     @staticmethod
-    def _supports_current_device():
-        return True
-
-    @staticmethod
-    def _supports_routing_method(routing_method, weight_key, activation_key):
-        return True
+    def is_supported_config(*_):
+        return True, None
 
     def apply(self, output, hidden_states, w1, w2, topk_weights, topk_ids, expert_map, **others):
         assert not others["apply_router_weight_on_input"]
@@ -71,7 +72,7 @@ EXPERTS = {
     "fp32": (oracle.Fp8MoeBackend.TRITON, ReferenceExperts),
     "ue8m0": (oracle.Fp8MoeBackend.DEEPGEMM, ReferenceExperts),
     "up first": (oracle.Fp8MoeBackend.FLASHINFER_CUTLASS, UpFirstExperts),
-    "repacking": (oracle.Fp8MoeBackend.HPC, ReferenceExperts),
+    "repacking": (getattr(oracle.Fp8MoeBackend, "HPC", oracle.Fp8MoeBackend.MARLIN), ReferenceExperts),
 }
 
 
@@ -81,3 +82,14 @@ def register(kind: str) -> None:
     oracle.backend_to_kernel_cls = lambda backend: [experts] if backend is chosen else []
     fp8_utils.is_deep_gemm_e8m0_used = deep_gemm.is_deep_gemm_e8m0_used = lambda: kind == "ue8m0"
     fp8_utils.deepgemm_post_process_weight_scale_block = lambda *, ws, **layout: ws
+    _custom_ops.topk_softmax = _topk_softmax
+    # vLLM's CPU worker makes no workspace, and its model runner resets what there is as it shuts down.
+    modular_kernel.current_workspace_manager = lambda: _WORKSPACE
+
+
+def _topk_softmax(weights_NK, ids_NK, token_expert_indices, scores_NE, renormalize=False, bias=None):
+    """vLLM's, which its older builds for CPUs do not have."""
+    assert bias is None
+    weights, ids = torch.softmax(scores_NE.float(), -1).topk(ids_NK.shape[1], -1)
+    weights_NK.copy_(weights / weights.sum(-1, keepdim=True) if renormalize else weights)
+    ids_NK.copy_(ids)

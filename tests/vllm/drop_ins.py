@@ -71,10 +71,16 @@ def transfer(worker: Any, model: nn.Module, buckets: list) -> None:
 
     engine = NCCLWeightTransferEngine.__new__(NCCLWeightTransferEngine)
     engine.model, engine.model_config = model, worker.vllm_config.model_config
-    engine.start_weight_update()
-    for bucket in buckets:
-        engine.model.load_weights(bucket)
-    engine.finish_weight_update()
+    # Before 0.25 the worker begins and ends updates, if it has an engine.
+    updates, before = engine if hasattr(engine, "start_weight_update") else worker, worker.weight_transfer_engine
+    worker.weight_transfer_engine, worker.device = engine, next(model.parameters()).device  # a CPU's has None
+    try:
+        updates.start_weight_update()
+        for bucket in buckets:
+            engine.model.load_weights(bucket)
+        updates.finish_weight_update()
+    finally:
+        worker.weight_transfer_engine = before
 
 
 WAYS: dict[str, Load] = {

@@ -12,6 +12,7 @@ import torch
 from observer import KV_SCALES
 from torch import Tensor, nn
 from vllm import LLM, SamplingParams
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from fp8refit import RefitError, dequantize_blockwise, quantize_blockwise
 from tests.engines.looking import raw
@@ -48,11 +49,15 @@ def settings(model: Path) -> dict:
     }
 
 
+IN_PROCESS = {"distributed_executor_backend": UniProcExecutor}
+"""By its class: for the name, vLLM 0.22 takes another on a CPU."""
+
+
 @contextmanager
 def booted(model: Path, kernel: str, **options) -> Iterator[LLM]:
     """An engine whose block-FP8 layers use `kernel`; one lives at a time."""
     cpu_kernel.register(kernel)
-    llm = LLM(**settings(model) | options)
+    llm = LLM(**settings(model) | IN_PROCESS | options)
     yield llm
     # Now, not when it is collected: that would take the process groups from under the engine booted next.
     llm.llm_engine.engine_core.shutdown()

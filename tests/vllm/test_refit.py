@@ -144,6 +144,8 @@ def test_slots_of_one_fused_tensor_are_boxes_of_it(refitted):
 
 def test_other_names_that_a_models_own_mapping_takes_fit_too(refitted):
     found = refitted["olmo2-fp32"]
+    if ".transformers" not in found["class"]:
+        pytest.skip("before 0.26 vLLM's own class loads this family, without a mapping")
     assert found["layout"]["aliases"]["layers.0.mlp.up_proj.weight"] == "model.layers.0.mlp.up_proj.weight"
     assert found["renamed"] == 2 * 11 + 2
 
