@@ -11,6 +11,7 @@
 - `nox -s fuzz -- --minutes 10`: every fuzzer, with new seeds and more examples until the time is over
 - `nox -s zoo`: every model that an engine names and transformers can make small; writes docs/zoo.md
 - `nox -s matrix`: refits, updates and weight transfer on every version in `MATRIX`; writes benchmarks/results/matrix.json
+- `nox -s seams -- vllm==0.34.0`: whether a new version, not installed, has all that its adapter reaches for
 - `nox -s planted`: every fault of `tests/planted`, planted into a copy, is found by its fuzzer or oracle
 - `nox -s mutants`: random mutants of the core, and which of them no test kills; `-- --out benchmarks/results/mutants.json`
 - `nox -s lock`: the newest tools for development into tests/tools-lock.txt
@@ -280,14 +281,28 @@ def run_matrix(session: nox.Session, engine: str) -> None:
 
 @nox.session
 def matrix_classes(session: nox.Session) -> None:
-    """Weight transfer by the classes of an official wheel that does not run on a CPU."""
+    """Weight transfer by the classes of an official wheel that does not run on a CPU, and its seams."""
+    wheel = ENVIRONMENT | {"FP8REFIT_VLLM_WHEEL": unpacked(session, WHEEL_CLASSES)}
+    session.run("pytest", "tests/adapters/test_vllm_wheel_classes.py", "tests/vllm/test_seams.py", env=wheel)
+
+
+@nox.session
+def seams(session: nox.Session) -> None:
+    """Whether a new version has every place that its adapter reaches for: `-- vllm==0.34.0` or `-- sglang==0.5.24`."""
+    for wanted in session.posargs:
+        engine = Requirement(wanted).name.removesuffix("-cpu")
+        wheel = ENVIRONMENT | {f"FP8REFIT_{engine.upper()}_WHEEL": unpacked(session, wanted)}
+        session.run("pytest", f"tests/{engine}/test_seams.py", env=wheel)
+
+
+def unpacked(session: nox.Session, wanted: str) -> str:
+    """The folder of a wheel's files, which is not installed."""
     install_core(session)
-    folder = session.create_tmp()
-    session.run("pip", "download", "--quiet", "--no-deps", "--dest", folder, WHEEL_CLASSES)
+    folder = str(Path(session.create_tmp()) / wanted)
+    session.run("pip", "download", "--quiet", "--no-deps", "--dest", folder, wanted)
     unpack = "import glob, sys, zipfile; zipfile.ZipFile(glob.glob(sys.argv[1] + '/*.whl')[0]).extractall(sys.argv[1])"
     session.run("python", "-c", unpack, folder)
-    wheel = ENVIRONMENT | {"FP8REFIT_VLLM_WHEEL": folder}
-    session.run("pytest", "tests/adapters/test_vllm_wheel_classes.py", *session.posargs, env=wheel)
+    return folder
 
 
 @nox.session(requires=["planted_core", "planted_vllm", "planted_sglang"], venv_backend="none")

@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from fp8refit.driver.admission import refusal
-from fp8refit.live.seams import Seam, found
+from fp8refit.live.seams import Seam, found, within
 from fp8refit.live.versions import Versions
 
 VERSIONS = Versions(engine="SGLang", oldest="0.5.12", newest="0.5.23")
@@ -49,48 +49,38 @@ IN_SLEEP = in_updater("release_memory_occupation")
 """Runs in a scheduler to release memory."""
 
 _ARGUMENTS = ("sglang.srt.runtime_context.get_server_args", "sglang.srt.server_args.get_global_server_args")
-_GRAPHS = "sglang.srt.model_executor.cuda_graph_config.check_cuda_graph_backend"
+_IO, _TOKENIZER = f"{_MANAGERS}.io_struct", f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
+_LOADER, _EXECUTOR = "sglang.srt.model_loader.loader", "sglang.srt.model_executor"
 
 NEEDED = (
     Seam(
         purpose="hooks",
-        names=(
-            f"{_HOOKS}.HookRegistry._hooks",
-            f"{_HOOKS}.HookRegistry._patched",
-            f"{_HOOKS}.HookRegistry.register('target', hook, kind)",
-            f"{_HOOKS}.HookType.AROUND",
-        ),
+        names=within(_HOOKS, "HookRegistry._hooks HookRegistry._patched HookRegistry.register('',1,2) HookType.AROUND"),
     ),
     Seam(
         purpose="messages to ranks",
         names=(
-            IN_SCHEDULER,
-            IN_SERVER,
-            IN_START,
-            f"{_MANAGERS}.io_struct.UpdateWeightsFromIPCReqInput(zmq_handles={{}}, flush_cache=False)",
-            f"{_MANAGERS}.io_struct.UpdateWeightsFromIPCReqOutput(success=True, message='')",
+            *(IN_SCHEDULER, IN_SERVER, IN_START),
+            f"{_IO}.UpdateWeightsFromIPCReqInput(zmq_handles=1,flush_cache=False)",
+            f"{_IO}.UpdateWeightsFromIPCReqOutput(success=True,message='')",
         ),
     ),
-    Seam(purpose="refusing requests", names=(IN_ADMISSION,)),
-    Seam(purpose="noticing that weights are released", names=(IN_SLEEP,)),
+    Seam(purpose="refusing requests and noticing sleep", names=(IN_ADMISSION, IN_SLEEP)),
     Seam(
         purpose="KV scales",
         names=(
             IN_ATTENTION,
-            "sglang.srt.layers.quantization.kv_cache.BaseKVCacheMethod.create_weights(method, layer)",
+            "sglang.srt.layers.quantization.kv_cache.BaseKVCacheMethod.create_weights(method,layer)",
             " | ".join(f"{name}()" for name in _ARGUMENTS),
         ),
     ),
 )
 """What the plugin reaches for, whatever it is used for."""
 
-_LOADER = "sglang.srt.model_loader.loader"
 DROP_IN = Seam(
     purpose="the drop-in",
     names=(
-        in_updater("update_weights_from_disk"),
-        in_updater("update_weights_from_distributed"),
-        in_updater("update_weights_from_tensor"),
+        *(in_updater(f"update_weights_from_{source}") for source in ("disk", "distributed", "tensor")),
         f"{_LOADER}.DefaultModelLoader.load_weights_and_postprocess",
     ),
     without="leave out the drop-in and refit with `Refitter`",
@@ -98,25 +88,16 @@ DROP_IN = Seam(
 SEAMS = (
     *NEEDED,
     DROP_IN,
-    Seam(
-        purpose="updates with a begin and an end",
-        names=(f"{_MANAGERS}.io_struct.BeginWeightUpdateReqOutput", f"{_UPDATERS[0]}.end_weight_update"),
-        without="every tensor that a trainer loads is taken as it comes",
-    ),
+    Seam(purpose="updates that say when", names=(f"{_IO}.BeginWeightUpdateReqOutput",), without="their tensors say it"),
     Seam(
         purpose="pausing requests",
         names=(
-            f"{_MANAGERS}.io_struct.PauseGenerationReqInput(mode='retract')",
-            f"{_MANAGERS}.io_struct.ContinueGenerationReqInput(torch_empty_cache=False)",
-            f"{_MANAGERS}.tokenizer_manager.TokenizerManager.pause_generation(manager, request)",
-            f"{_MANAGERS}.tokenizer_manager.TokenizerManager.continue_generation(manager, request)",
-            f"{_MANAGERS}.tokenizer_manager.TokenizerManager._validate_and_resolve_lora(manager, request)",
-            f"{_MANAGERS}.tokenizer_manager.TokenizerManager.abort_request(manager, abort_all=True)",
-            f"{_MANAGERS}.tokenizer_manager.TokenizerManager().is_pause_cond",
-            f"{_MANAGERS}.tokenizer_manager.TokenizerManager().model_update_lock",
-            f"{_MANAGERS}.tokenizer_manager.TokenizerManager().rid_to_state",
-            f"{_MANAGERS}.scheduler.Scheduler.flush_cache(scheduler, empty_cache=False)",
-            f"{_MANAGERS}.scheduler.Scheduler.abort_request(scheduler, request)",
+            f"{_IO}.PauseGenerationReqInput(mode='retract')",
+            f"{_IO}.ContinueGenerationReqInput(torch_empty_cache=False)",
+            *within(_TOKENIZER, "pause_generation(it,request) continue_generation(it,request)"),
+            *within(_TOKENIZER, "_validate_and_resolve_lora(it,request) abort_request(it,abort_all=True)"),
+            *within(f"{_TOKENIZER}()", "is_pause_cond model_update_lock rid_to_state"),
+            *within(f"{_MANAGERS}.scheduler.Scheduler", "flush_cache(it,empty_cache=False) abort_request(it,request)"),
         ),
         without="every refit fails before anything is written",
     ),
@@ -124,20 +105,16 @@ SEAMS = (
         purpose="reading the live model",
         names=(
             "sglang.srt.layers.rotary_embedding.factory._ROPE_DICT",
-            f"{_LOADER}._get_quantization_config(config, load_config)",
-            f"{_LOADER}._initialize_model(config, load_config, quantization)",
+            *within(_LOADER, "_get_quantization_config(config,load) _initialize_model(config,load,quantization)"),
         ),
         without="every refit is refused",
     ),
     Seam(
-        purpose="calibration within SGLang's forward context",
-        names=("sglang.srt.model_executor.forward_context.forward_context(context)",),
-        without="the forward needs none",
-    ),
-    Seam(
-        purpose="recapturing graphs for new KV scales",
-        names=(f"{_GRAPHS}('decode', 'disabled')",),
-        without="the server's arguments say whether there are graphs",
+        purpose="forward contexts, and graphs by kind",
+        names=within(
+            _EXECUTOR, "forward_context.forward_context(it) cuda_graph_config.check_cuda_graph_backend('','')"
+        ),
+        without="a forward needs no context, and the engine's arguments say whether there are graphs",
     ),
 )
 """Every place in SGLang that this adapter reaches for."""

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from fp8refit.driver.admission import refusal
 from fp8refit.errors import EngineDirtyError
 from fp8refit.live.formats import BlockFormat, ScaleFormat
-from fp8refit.live.seams import Seam
+from fp8refit.live.seams import Seam, within
 from fp8refit.live.versions import Versions
 
 _DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
@@ -24,59 +24,53 @@ _DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 VERSIONS = Versions(engine="vLLM", oldest="0.22", newest="0.33")
 
 WORKER = "vllm.v1.worker.worker_base.WorkerBase"
-_CORE = "vllm.v1.engine.core.EngineCore"
-_LLM, _ASYNC_LLM, _OUTPUTS = (
-    "vllm.v1.engine.llm_engine.LLMEngine",
-    "vllm.v1.engine.async_llm.AsyncLLM",
-    "vllm.v1.engine.output_processor.OutputProcessor",
-)
-_TRANSFER, _RELOAD = "vllm.distributed.weight_transfer", "vllm.model_executor.model_loader.reload.layerwise"
+_ENGINE, _TRANSFER = "vllm.v1.engine", "vllm.distributed.weight_transfer"
+_CORE, _CORE_CLIENT = f"{_ENGINE}.core.EngineCore", f"{_ENGINE}.core_client"
+_LLM, _ASYNC_LLM = f"{_ENGINE}.llm_engine.LLMEngine", f"{_ENGINE}.async_llm.AsyncLLM"
+_OUTPUTS = f"{_ENGINE}.output_processor.OutputProcessor"
+_RELOAD, _REFUSED = "vllm.model_executor.model_loader.reload.layerwise", "vllm.exceptions.GracefulHTTPError"
+_MODELS, _EXECUTOR = "vllm.model_executor", "vllm.v1.executor.multiproc_executor.MultiprocExecutor"
 
 NEEDED = (
     Seam(
-        purpose="messages to workers",
-        names=(WORKER, f"{_CORE}.collective_rpc(core, 'method', 1.0, ())", f"{_CORE}().model_executor"),
+        purpose="messages to workers and dropping caches",
+        names=(
+            WORKER,
+            *within(_CORE, "collective_rpc(it,'method',1.0,()) reset_prefix_cache(it,True,True)"),
+            *within(f"{_CORE}()", "model_executor scheduler step_fn"),
+        ),
     ),
     Seam(
         purpose="refusing requests",
         names=(
-            f"{_CORE}().step_fn",
-            f"{_CORE}().scheduler",
-            "vllm.v1.engine.EngineCoreOutput('id', [], finish_reason=0, stop_reason='')",
-            "vllm.v1.engine.EngineCoreOutputs()",
-            "vllm.v1.engine.FinishReason.ABORT",
-            f"{_LLM}.abort_request(engine, [], internal=True)",
-            f"{_LLM}.step(engine)",
-            f"{_OUTPUTS}.abort_requests(processor, [], internal=True)",
-            f"{_OUTPUTS}.process_outputs(processor, [])",
+            *within(_ENGINE, "EngineCoreOutput('id',[],finish_reason=0,stop_reason='') EngineCoreOutputs()"),
+            f"{_ENGINE}.FinishReason.ABORT",
+            *within(_LLM, "abort_request(engine,[],internal=True) step(engine)"),
+            *within(_OUTPUTS, "abort_requests(processor,[],internal=True) process_outputs(processor,[])"),
             "vllm.v1.request.RequestStatus.FINISHED_ABORTED",
         ),
     ),
-    Seam(purpose="dropping caches", names=(f"{_CORE}.reset_prefix_cache(core, True, True)",)),
 )
 """What the plugin reaches for, whatever it is used for."""
 
 DROP_IN = Seam(
     purpose="the drop-in",
     names=(
-        f"{_RELOAD}.initialize_layerwise_reload(network)",
-        f"{_RELOAD}.finalize_layerwise_reload(network)",
-        f"{_RELOAD}.finalize_layerwise_processing(network)",
-        "vllm.model_executor.model_loader.utils.process_weights_after_loading(network)",
+        *within(_RELOAD, "initialize_layerwise_reload(network) finalize_layerwise_reload(network,config)"),
+        f"{_RELOAD}.finalize_layerwise_processing(network,config)",
+        f"{_MODELS}.model_loader.utils.process_weights_after_loading(network,config,device)",
         "vllm.engine.arg_utils.EngineArgs.create_engine_config(arguments)",
-        "vllm.transformers_utils.config.get_config(model, trusted, revision, code)",
+        "vllm.transformers_utils.config.get_config(model,trusted,revision,code)",
     ),
     without="leave out the drop-in and refit with `Refitter`",
 )
 TRANSFER = Seam(
     purpose="weight transfer",
     names=(
-        f"{_TRANSFER}.factory.WeightTransferEngineFactory.register_engine('name', 'module', 'class')",
-        f"{_TRANSFER}.factory.WeightTransferTrainerFactory.register_engine('name', 'module', 'class')",
-        f"{_TRANSFER}.base.ModuleSource",
-        f"{_TRANSFER}.base.TrainerInitInfo",
-        f"{_TRANSFER}.base.TrainerWeightTransferEngine",
-        f"{_TRANSFER}.base.WeightTransferEngine(config, vllm_config, device, model)",
+        f"{_TRANSFER}.factory.WeightTransferEngineFactory.register_engine('name','module','class')",
+        f"{_TRANSFER}.factory.WeightTransferTrainerFactory.register_engine('name','module','class')",
+        *within(f"{_TRANSFER}.base", "ModuleSource TrainerInitInfo TrainerWeightTransferEngine"),
+        f"{_TRANSFER}.base.WeightTransferEngine(config,vllm_config,device,model)",
     ),
     without="use `Refitter`, the drop-in, or vLLM 0.26 or later",
 )
@@ -85,77 +79,67 @@ ENDPOINT = Seam(
     names=("vllm.plugins.ENDPOINT_PLUGINS_GROUP",),
     without="refit its workers with the drop-in, or use vLLM 0.26 or later",
 )
-ASYNC = Seam(
-    purpose="an AsyncLLM",
-    names=(
-        f"{_ASYNC_LLM}.abort(llm, [], internal=True)",
-        f"{_ASYNC_LLM}.add_request(llm)",
-        f"{_ASYNC_LLM}.collective_rpc(llm, 'method', 1.0, ())",
-        f"{_ASYNC_LLM}.encode(llm)",
-        f"{_ASYNC_LLM}.errored",
-        f"{_ASYNC_LLM}.generate(llm)",
-        f"{_ASYNC_LLM}.is_paused(llm)",
-        f"{_ASYNC_LLM}.reset_prefix_cache(llm, True, True)",
-        f"{_ASYNC_LLM}.resume_generation(llm)",
-        f"{_ASYNC_LLM}.wake_up(llm)",
-        f"{_ASYNC_LLM}().output_processor",
-        "vllm.v1.engine.core_client.AsyncMPClient.call_utility_async(client, 'method')",
-        "vllm.v1.engine.core_client.AsyncMPClient.pause_scheduler_async(client, mode='keep', clear_cache=False)",
-        "vllm.exceptions.GracefulHTTPError | vllm.entrypoints.openai.engine.protocol.GenerationError",
-        "vllm.exceptions.GracefulHTTPError | vllm.v1.engine.async_llm.InputStreamError",
-        f"{_OUTPUTS}.add_request(processor)",
-        f"{_OUTPUTS}.get_num_unfinished_requests(processor)",
-        f"{_OUTPUTS}().request_states",
-    ),
-    without="use an LLM",
-)
 SEAMS = (
     *NEEDED,
     DROP_IN,
     TRANSFER,
     ENDPOINT,
-    ASYNC,
+    Seam(
+        purpose="an AsyncLLM",
+        names=(
+            *within(_ASYNC_LLM, "add_request encode errored generate wake_up is_paused(llm) resume_generation(llm)"),
+            *within(_ASYNC_LLM, "abort(llm,[],internal=True) collective_rpc(llm,'method',1.0,())"),
+            *within(_ASYNC_LLM, "reset_prefix_cache(llm,True,True)"),
+            f"{_ASYNC_LLM}().output_processor",
+            f"{_CORE_CLIENT}.AsyncMPClient.call_utility_async(client,'method')",
+            f"{_CORE_CLIENT}.AsyncMPClient.pause_scheduler_async(client,mode='keep',clear_cache=False)",
+            f"{_REFUSED} | vllm.entrypoints.openai.engine.protocol.GenerationError",
+            f"{_REFUSED} | {_ENGINE}.async_llm.InputStreamError",
+            *within(_OUTPUTS, "add_request get_num_unfinished_requests(processor)"),
+            f"{_OUTPUTS}().request_states",
+        ),
+        without="use an LLM",
+    ),
+    Seam(
+        purpose="an LLM",
+        names=within(_LLM, "add_request collective_rpc(it,'',1.0,()) has_unfinished_requests(it) reset_prefix_cache"),
+        without="use an AsyncLLM",
+    ),
+    Seam(
+        purpose="vision", names=within(_CORE, "reset_mm_cache(it) reset_encoder_cache(it)"), without="text is refitted"
+    ),
     Seam(
         purpose="reading the live model",
         names=(
+            *within("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "get_model(runner) reload_weights"),
+            *within("vllm.distributed.parallel_state", "get_tp_group() get_world_group()"),
+            *within(_MODELS, "layers.rotary_embedding model_loader.utils.initialize_model(config)"),
+            f"{_MODELS}.layers.quantization.utils.quant_utils.get_and_maybe_dequant_weights(layer)",
             "vllm.config.set_current_vllm_config(config)",
-            "vllm.distributed.parallel_state.get_tp_group()",
-            "vllm.distributed.parallel_state.get_world_group()",
-            "vllm.model_executor.layers.rotary_embedding",
-            "vllm.model_executor.model_loader.utils.initialize_model(config)",
             "vllm.utils.deep_gemm.is_deep_gemm_e8m0_used()",
         ),
         without="every refit is refused",
     ),
     Seam(
-        purpose="latent attention",
-        names=("vllm.model_executor.layers.quantization.utils.quant_utils.get_and_maybe_dequant_weights(layer)",),
-        without="models that use it are refused",
+        purpose="calibration", names=("vllm.forward_context.set_forward_context(m,c)",), without="KV scales are given"
     ),
     Seam(
-        purpose="calibration",
-        names=("vllm.forward_context.set_forward_context(metadata, config)",),
-        without="KV scales are given, not measured",
-    ),
-    Seam(
-        purpose="an LLM whose engine core is in another process",
+        purpose="fewer exchanges with other processes",
         names=(
-            "vllm.v1.engine.EngineCoreRequestType.UTILITY",
-            "vllm.v1.engine.core_client.SyncMPClient._send_input(client, kind, arguments)",
-            "vllm.v1.engine.core_client.SyncMPClient().utility_results",
+            *within("vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks(pool) BlockPool().num_gpu_blocks"),
+            f"{_EXECUTOR}.collective_rpc(executor,'method',1.0,(),non_block=True)",
+            f"{_EXECUTOR}().rpc_broadcast_mq",
+            f"{_ENGINE}.EngineCoreRequestType.UTILITY",
+            *within(_CORE_CLIENT, "SyncMPClient._send_input(it,kind,()) SyncMPClient().utility_results"),
         ),
         without="refits take more exchanges",
     ),
     Seam(
         purpose="patches of single values",
-        names=("vllm.model_executor.model_loader.checkpoint_weight_patch.load_checkpoint_weight_patches(network, [])",),
+        names=("vllm.model_executor.model_loader.checkpoint_weight_patch.load_checkpoint_weight_patches(network,[])",),
         without="there are none to refuse",
     ),
-    Seam(
-        purpose="the version of a policy in outputs",
-        names=(f"{_CORE}.set_weight_version(core, '1')",),
-        without="outputs do not say it",
-    ),
+    Seam(purpose="versions in outputs", names=(f"{_CORE}.set_weight_version(it,'1')",), without="outputs have none"),
 )
 """Every place in vLLM that this adapter reaches for."""
 

@@ -27,6 +27,11 @@ class Seam:
         return next((name for name in self.names if not any(map(_is_there, name.split(" | ")))), None)
 
 
+def within(owner: str, names: str) -> tuple[str, ...]:
+    """Names that a module or class holds, which stand apart by blanks."""
+    return tuple(f"{owner}.{name}" for name in names.split())
+
+
 def found(name: str) -> str:
     """What the installed engine calls the place that versions call `A | B`; A if it has neither."""
     alternatives = name.split(" | ")

