@@ -441,7 +441,7 @@ def render_matrix(rows: list[dict[str, Any]]) -> str:
 
 
 def _passed(counts: dict[str, int] | None) -> str:
-    if counts is None:
+    if counts is None or not counts["passed"] + counts["failed"]:
         return ""
     return f"{counts['passed']}, {counts['failed']} failed" if counts["failed"] else f"{counts['passed']} passed"
 

@@ -23,8 +23,9 @@ class Seam:
 
     @property
     def missing(self) -> str | None:
-        """The first of `names` that the installed engine lacks. Imports the engine's modules."""
-        return next((name for name in self.names if not any(map(_is_there, name.split(" | ")))), None)
+        """The first of `names` that the installed engine lacks, without its call. Imports the engine's modules."""
+        lacking = (name for name in self.names if not any(map(_is_there, name.split(" | "))))
+        return next((re.sub(r"\([^|]*\)", "", name) for name in lacking), None)
 
 
 def within(owner: str, names: str) -> tuple[str, ...]:

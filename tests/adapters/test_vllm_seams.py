@@ -98,6 +98,6 @@ def test_weight_transfer_that_a_version_lacks_is_named_where_it_is_used_and_the_
         monkeypatch.delitem(sys.modules, module, raising=False)
         with pytest.raises(UnsupportedEngineError) as caught:
             importlib.import_module(module)
-        assert f"this vLLM (0.24.0) has no {missing}" in str(caught.value)
+        assert f"this vLLM (0.24.0) has no {missing}, which fp8refit needs for weight transfer; " in str(caught.value)
         assert compat.TRANSFER.without in str(caught.value)
         assert "\n" not in str(caught.value)

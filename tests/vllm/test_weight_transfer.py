@@ -15,6 +15,12 @@ def names_versions() -> bool:
     return vllm_version() >= (0, 28)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def factories(environment):
+    if vllm_version() < (0, 26):
+        pytest.skip("this vLLM has no factory for trainers")
+
+
 @pytest.fixture(scope="module")
 def found(run_ranks):
     """What two ranks in processes of their own hold and say."""
