@@ -144,7 +144,7 @@ def test_what_was_loaded_is_what_a_fresh_engine_boots(boots):
 def test_patches_of_values_are_refused_by_name_and_write_nothing(boots):
     loaded = boots["loaded"]
     assert loaded["same"]
-    if loaded["patched"] is not None:  # since 0.32
+    if loaded["patched"] is not None:  # since 0.29
         assert loaded["patched"]["error"] == "UnsupportedEngineError"
         assert "patches of single tensors or values" in loaded["patched"]["message"]
 

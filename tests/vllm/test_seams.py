@@ -7,8 +7,8 @@ from tests.seam_reader import assert_is_known
 SINCE = {
     "weight transfer": "0.26",
     "servers": "0.26",
-    "patches of single values": "0.32",
-    "versions in outputs": "0.32",
+    "patches of single values": "0.29",
+    "versions in outputs": "0.27",
 }
 """The first version that has what older ones go without."""
 
