@@ -24,12 +24,14 @@ ROOT = Path(__file__).parents[1]
 PARTS = {
     "vllm": {
         "refit": ["tests/vllm/test_refit.py"],
+        "drop-in": ["tests/vllm/test_drop_in.py"],
         "update in the worker": ["tests/vllm/test_updates.py"],
         "rank killed in a stream": ["tests/vllm/test_killed_streams.py"],
         "weight transfer": ["tests/vllm/test_weight_transfer.py"],
     },
     "sglang": {
         "refit": ["tests/sglang/test_refit_stubbed_kernels.py"],
+        "drop-in": ["tests/sglang/test_drop_in_stubbed_kernels.py"],
         "update in the worker": ["tests/sglang/test_updates_stubbed_kernels.py"],
     },
 }

@@ -52,6 +52,13 @@ def lent(items: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         copy.fill_(torch.nan)
 
 
+def by_stages(buckets: list) -> list:
+    """What two pipeline stages send, the last one first, each the embedding too."""
+    pairs = [pair for bucket in buckets for pair in bucket]
+    half = len(pairs) // 2
+    return [[pair] for pair in (*pairs[half:], pairs[0], *pairs[:half])]
+
+
 KINDS = {
     "buckets": in_fours,
     "tensor by tensor": lambda policy: [[item] for item in policy.items()],

@@ -242,7 +242,7 @@ def raise_refusals() -> None:
 
 
 def publish_in_core(core: Any, version: int) -> bool:
-    """Make an engine core show the policy version in its outputs, if vLLM can (since 0.32). Returns whether it can."""
+    """Make an engine core show the policy version in its outputs, if vLLM can (since 0.27). Returns whether it can."""
     if not hasattr(core, "set_weight_version"):
         return False
     core.set_weight_version(str(version))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp8refit import Refitter
 from fp8refit.live import seams
-from tests.updating import FAULTS, in_fours
+from tests.updating import FAULTS, by_stages, in_fours
 
 HAS_SESSIONS = hasattr(sglang.Engine, "begin_weight_update")
 Engine = sglang.Engine
@@ -45,6 +45,11 @@ def from_tensor(engine: Engine, buckets: Buckets, work: Path) -> list[dict]:
 def one_by_one(engine: Engine, buckets: Buckets, work: Path) -> list[dict]:
     pairs = [[pair] for bucket in buckets for pair in bucket]
     return session(engine, lambda: [engine.update_weights_from_tensor(pair, flush_cache=True) for pair in pairs])
+
+
+def stage_by_stage(engine: Engine, buckets: Buckets, work: Path) -> list[dict]:
+    """slime's way, whose sources are pipeline stages; older versions know no sessions."""
+    return from_tensor(engine, by_stages(buckets), work)
 
 
 def from_distributed(engine: Engine, buckets: Buckets, work: Path) -> list[dict]:
@@ -112,6 +117,7 @@ def from_disk(engine: Engine, buckets: Buckets, work: Path) -> list[dict]:
 WAYS = {
     "from tensor": from_tensor,
     "tensor by tensor": one_by_one,
+    "stages": stage_by_stage,
     "from distributed": from_distributed,
     "from disk": from_disk,
 }

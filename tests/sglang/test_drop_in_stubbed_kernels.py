@@ -4,7 +4,7 @@ import pytest
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(200)]
 
-WAYS = ("from tensor", "tensor by tensor", "from distributed", "from disk")
+WAYS = ("from tensor", "tensor by tensor", "stages", "from distributed", "from disk")
 PLACES = [
     f"{way}: {fault} {place}"
     for way in ("from tensor", "from disk")

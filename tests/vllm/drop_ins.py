@@ -18,7 +18,7 @@ from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.reload import layerwise
 
-from tests.updating import FAULTS, in_fours, lent
+from tests.updating import FAULTS, by_stages, in_fours, lent
 
 LAYOUTS |= {
     "in process": {},
@@ -48,6 +48,12 @@ def by_generators(worker: Any, model: nn.Module, buckets: list) -> None:
     """Tensors that are overwritten once the next one is asked for."""
     for bucket in buckets:
         model.load_weights(bucket if isinstance(bucket, Iterator) else lent(bucket))
+
+
+def stage_by_stage(worker: Any, model: nn.Module, buckets: list) -> None:
+    """Sources of several pipeline stages, by OpenRLHF's call."""
+    for bucket in by_stages(buckets):
+        model.load_weights(weights=bucket)
 
 
 def layer_by_layer(worker: Any, model: nn.Module, buckets: list) -> None:
@@ -87,6 +93,7 @@ WAYS: dict[str, Load] = {
     "tensor by tensor": one_by_one,
     "buckets": by_buckets,
     "generators": by_generators,
+    "stages": stage_by_stage,
     "layerwise": layer_by_layer,
     "reload_weights": reload,
     "weight transfer": transfer,

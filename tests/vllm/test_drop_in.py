@@ -18,7 +18,7 @@ CASES = {
     "expert parallel": ("qwen3_moe", 1, True),
 }
 """Family, number of drivers, and whether the engine core has a process of its own."""
-WAYS = ("tensor by tensor", "buckets", "generators", "layerwise", "reload_weights", "weight transfer")
+WAYS = ("tensor by tensor", "buckets", "generators", "stages", "layerwise", "reload_weights", "weight transfer")
 PLACES = [
     f"{way}: {fault} {place}"
     for way in WAYS
