@@ -18,6 +18,8 @@ from types import MappingProxyType
 from tests.serving import free_port
 
 HERE = Path(__file__).parent
+_LONGEST_S = 600.0
+"""No scenario takes as long."""
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -175,6 +177,7 @@ def run_scenario(
     Raises:
         ProcessFailure: A driver ended otherwise than it should have.
     """
+    remove_left_memory()
     label = f"{name.replace(' ', '-')}-{uuid.uuid4().hex[:8]}"
     scenario = folder / f"{label}.json"
     scenario.write_text(json.dumps({"name": name, "arguments": arguments}, default=str))
@@ -193,6 +196,16 @@ def run_scenario(
         if code and not was_killed:
             raise ProcessFailure("\n\n".join(map(str, runs)))
     return Outcome(drivers=[json.loads(result.read_text()) for result in results], left=left)
+
+
+def remove_left_memory() -> None:
+    """vLLM names shared memory of ranks on a CPU after a port, and leaves it behind if they are killed. An engine that gets the
+    port later could not boot.
+    """
+    for file in Path("/dev/shm").glob("*-cpushm_*"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - file.stat().st_mtime > _LONGEST_S:
+                file.unlink()
 
 
 def wait_until_gone(sessions: Collection[int]) -> list[str]:
