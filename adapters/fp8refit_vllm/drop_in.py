@@ -34,10 +34,9 @@ _WRAPPED = {
     "finalize_layerwise_reload": _RELOAD,
     "finalize_layerwise_processing": _RELOAD,
     "process_weights_after_loading": "vllm.model_executor.model_loader.utils",
+    "load_checkpoint_weight_patches": "vllm.model_executor.model_loader.checkpoint_weight_patch",
 }
-"""Wrapped functions, all of which take the network first, and the modules that define them."""
-_PATCHES = {"load_checkpoint_weight_patches": "vllm.model_executor.model_loader.checkpoint_weight_patch"}
-"""The same, for versions that have it."""
+"""Wrapped functions, all of which take the network first, and the modules that define them. Older versions lack the last."""
 
 
 def options_of(config: Any) -> DropInOptions:
@@ -101,8 +100,9 @@ def report() -> str | None:
 
 def _wrap(undo: ExitStack) -> None:
     """Wrap the reload functions in every module that imported them."""
-    has_patches = find_spec(_PATCHES["load_checkpoint_weight_patches"]) is not None
-    for name, module in (_WRAPPED | _PATCHES if has_patches else _WRAPPED).items():
+    for name, module in _WRAPPED.items():
+        if find_spec(module) is None:
+            continue
         original = getattr(import_module(module), name)
         wrapper = instead_of(original, _INSTEAD[name])
         for holder in list(sys.modules.values()):

@@ -1,7 +1,7 @@
 """The places in an engine that an adapter reaches for: what they are for, and what goes without them.
 
 An adapter's table of them is in its `compat.py`. Nothing here says which version has what: an engine is looked at.
-`tests/test_seams.py` reads every place in an engine's source, without booting it.
+`tests/seam_reader.py` reads every place in an engine's source, without booting it.
 """
 
 import re
