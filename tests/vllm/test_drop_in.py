@@ -1,5 +1,6 @@
 """vLLM's own calls that load weights, with the drop-in: what a trainer calls, in every layout. `drop_ins.py` does it."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,8 @@ def test_a_fault_in_any_bucket_serves_nothing_until_it_is_healed(fault, drivers)
         else:
             assert found["dirty"] == [True] * len(found["dirty"])
             assert found["generate"]["error"] == "EngineDirtyError"
+        if "missing" in fault and "layerwise" not in fault:
+            assert re.search(r"is whole with \d+ more: model\.", found["generate"]["message"])
         assert all("version" in one for one in found["healed"]), found
         assert found["same"]
 
