@@ -6,9 +6,10 @@
 the same GPU, and gets buckets of 512 MiB through one CUDA IPC handle, each acknowledged before the next, and a larger tensor by
 a handle of its own (verl's protocol). The two boot side by side and measure one after the other.
 
-Times are of the whole transfer, everything synchronised before and after; the drop-in, then vLLM's own reload, then the drop-in
-again, on one engine. vLLM's keeps tensors of a bucket that is overwritten, until it has a layer: its time counts, its bytes are
-not looked at. `--shape tiny --way trl` tries the script where vLLM runs on a CPU.
+Two policies come in turn, as in training: what comes again unchanged would be compared with what the engine holds. Times are
+of the whole transfer, everything synchronised before and after; the drop-in, then vLLM's own reload, then the drop-in again,
+on one engine. vLLM's keeps tensors of a bucket that is overwritten, until it has a layer: its time counts, its bytes are not
+looked at. `--shape tiny --way trl` tries the script where vLLM runs on a CPU.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import statistics
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -172,19 +174,25 @@ def measure(arguments: argparse.Namespace) -> None:
         engine = Vllm(Path(folder), is_inside=arguments.way == "trl", **SMALL | options)
     llm = engine.candidate
     wait_for_turn()
-    policy = policies.fill_policy(policies.allocate(arguments.shape), 1)
-    items = list(policy.items())
+    pair = [policies.fill_policy(policies.allocate(arguments.shape), seed) for seed in (1, 2)]
+    turns = cycle(range(2))
     refitter = Refitter(llm)
-    transfer = by_ipc(llm, items, arguments.bucket_mib << 20) if arguments.way == "verl" else one_by_one(llm, items)
-    refitter.refit(policy)
-    expected, told = refitter.fingerprints(), engine.say(PROMPTS, 8)
+    transfer = by_ipc(llm, arguments.bucket_mib << 20) if arguments.way == "verl" else one_by_one(llm)
+    expected, told = [], []
+    for policy in pair:
+        refitter.refit(policy)
+        expected.append(refitter.fingerprints())
+        told.append(engine.say(PROMPTS, 8))
     ms: dict[str, list[float]] = {OURS: [], OWN: [], NOTHING: []}
     checks: dict[str, object] = {"bytes": sum(tensor.nbytes for tensor in policy.values()), "tensors": len(policy)}
+    checks["policies differ"] = expected[0] != expected[1] and told[0] != told[1]
     for way in (OURS, NOTHING, OWN, OURS):  # once more, after vLLM's has touched the weights
         llm.collective_rpc("switch_way", args=(way,))
         for round_ in range(arguments.rounds + FIRST_ROUNDS):
             gc.collect()
-            seconds, _, found = timed(lambda way=way: transfer(way))
+            turn = next(turns)
+            items = list(pair[turn].items())
+            seconds, _, found = timed(lambda way=way, items=items: transfer(way, items))
             if round_ >= FIRST_ROUNDS:
                 ms[way].append(1e3 * seconds)
             elif len(ms[way]) == 0:
@@ -192,10 +200,10 @@ def measure(arguments: argparse.Namespace) -> None:
             checks[f"{way}: peak extra MiB"] = found["peak_extra_bytes"] >> 20
             if way == OURS and round_ < FIRST_ROUNDS:
                 checks["same bytes as a refit"] = (
-                    checks.get("same bytes as a refit", True) and refitter.fingerprints() == expected
+                    checks.get("same bytes as a refit", True) and refitter.fingerprints() == expected[turn]
                 )
                 checks["same tokens as a refit"] = (
-                    checks.get("same tokens as a refit", True) and engine.say(PROMPTS, 8) == told
+                    checks.get("same tokens as a refit", True) and engine.say(PROMPTS, 8) == told[turn]
                 )
         result = about() | {
             "median_ms": {way: round(statistics.median(times), 2) for way, times in ms.items() if times},
@@ -205,23 +213,23 @@ def measure(arguments: argparse.Namespace) -> None:
         side_by_side.save(arguments.out, result)
 
 
-def one_by_one(llm: Any, items: list) -> Callable[[str], dict]:
+def one_by_one(llm: Any) -> Callable[[str, list], dict]:
     """TRL's transfer."""
 
     worker = llm.llm_engine.model_executor.driver_worker.worker
 
-    def transfer(way: str) -> dict:
+    def transfer(way: str, items: list) -> dict:
         _, extra_bytes, _ = timed(lambda: load(worker, way, ([item] for item in items)))
         return {"peak_extra_bytes": extra_bytes}
 
     return transfer
 
 
-def by_ipc(llm: Any, items: list, bucket_bytes: int) -> Callable[[str], dict]:
+def by_ipc(llm: Any, bucket_bytes: int) -> Callable[[str, list], dict]:
     """verl's transfer."""
     sender: list[Sender] = []
 
-    def transfer(way: str) -> dict:
+    def transfer(way: str, items: list) -> dict:
         if not sender:
             sender.append(Sender(bucket_bytes))
         address = f"ipc:///tmp/fp8refit-run-drop-in-{os.getpid()}.sock"
