@@ -25,10 +25,13 @@ _making: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 def made_once(owner: object, name: str, make: Callable[[], T]) -> T:
     """The attribute `name` of `owner`, made at the first call. Other threads wait for it. If `make` raises, nothing is kept."""
+    found: T | None = getattr(owner, name, None)
+    if found is not None:
+        return found
     with _guard:
         lock = _making.setdefault(id(owner), threading.RLock())
     with lock:
-        found: T | None = getattr(owner, name, None)
+        found = getattr(owner, name, None)
         if found is None:
             found = make()
             object.__setattr__(owner, name, found)
