@@ -52,6 +52,7 @@ MATRIX = {
     "sglang": {"0.5.12": "2.13.0", "0.5.15": "2.13.0", "0.5.17": "2.13.0", "0.5.20": "2.13.0", "0.5.23": "2.13.0"},
 }
 """Versions that are tested, and the torch that each is built for, or runs with; trainers pin several of them."""
+MUTANTS = "tests/mutants"
 LOCK = Path("tests/tools-lock.txt")
 """Versions of the group `tools` and of all that it needs, for every Python. `nox -s lock` writes it."""
 LOCKED = dict(re.findall(r"^([\w-]+)(==\S+)", LOCK.read_text(), re.MULTILINE))
@@ -153,11 +154,10 @@ def install_sglang(session: nox.Session, version: str) -> None:
 
 @nox.session
 def tests_core(session: nox.Session) -> None:
-    """Core and transformers."""
+    """Core and transformers. The runner of mutants is tested before it is used."""
     install_core(session)
-    session.run(
-        "pytest", "-n", "2", "-m", "not gpu and not vllm and not sglang", *SLOWEST, *session.posargs, env=ENVIRONMENT
-    )
+    chosen = ("-n", "2", "-m", "not gpu and not vllm and not sglang", "--ignore", MUTANTS)
+    session.run("pytest", *chosen, *SLOWEST, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
@@ -340,6 +340,7 @@ def run_planted(session: nox.Session, finders: str) -> None:
 def mutants(session: nox.Session) -> None:
     """Random mutants of the core, one after the other: `-- [--number N] [--seed N] [--out FILE.json]`."""
     install_core(session)
+    session.run("pytest", MUTANTS, env=ENVIRONMENT)
     session.run("python", "-m", "tests.mutants.run_mutants", *session.posargs, env=ENVIRONMENT)
 
 
