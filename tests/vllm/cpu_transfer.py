@@ -5,7 +5,7 @@ does not come goes on waiting, here for `TIMEOUT_S`. `install` is called by the 
 in a server's workers by `cpu_plugin.py`.
 """
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +23,7 @@ class GlooCommunicator:
         from torch.distributed import PrefixStore
         from vllm.distributed.utils import init_gloo_process_group
 
-        self.group = group
+        self.group, self.rank, self.device = group, group.rank, torch.device("cpu")
         store = PrefixStore("weights", group.store)
         self._gloo = init_gloo_process_group(store, group.rank, group.world_size, timedelta(seconds=TIMEOUT_S))
 
@@ -45,12 +45,17 @@ class Stream:
 
 def install() -> None:
     from vllm.distributed.device_communicators import pynccl
-    from vllm.distributed.weight_transfer import nccl_common, packed_tensor
+    from vllm.distributed.weight_transfer import packed_tensor
 
     pynccl.PyNcclCommunicator = GlooCommunicator
     packed_tensor.packed_nccl_broadcast_producer.__defaults__ = (BUCKET_BYTES, 2)
-    nccl_common.NCCLWeightTransferInitInfo.__init__.__kwdefaults__["packed_buffer_size_bytes"] = BUCKET_BYTES
+    with suppress(ImportError):  # older versions leave the size to whoever sends
+        from vllm.distributed.weight_transfer import nccl_common
+
+        nccl_common.NCCLWeightTransferInitInfo.__init__.__kwdefaults__["packed_buffer_size_bytes"] = BUCKET_BYTES
     torch.accelerator.current_device_index = lambda: 0
+    torch.cuda.synchronize = torch.cuda.empty_cache = torch.cuda.ipc_collect = lambda *_: None
+    torch.cuda.device = torch.cpu.device = lambda _: nullcontext()
     torch.cuda.Stream = Stream
     torch.cuda.stream = lambda _: nullcontext()
     torch.cuda.current_stream = lambda _=None: Stream()

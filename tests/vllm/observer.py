@@ -62,6 +62,10 @@ def pids(worker) -> list[int]:
     return [os.getpid(), os.getppid()]
 
 
+def echo(worker, said: str) -> str:
+    return said
+
+
 def _model(worker) -> torch.nn.Module:
     return worker.model_runner.get_model()
 
@@ -73,4 +77,5 @@ OBSERVATIONS = {
     "kv_scales": kv_scales,
     "padding": padding,
     "pids": pids,
+    "echo": echo,
 }

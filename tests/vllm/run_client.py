@@ -1,0 +1,35 @@
+"""One client of `clients.py`, with an engine of its own. See `test_clients.py`.
+
+    python run_client.py FOLDER CLIENT NUM_RANKS
+
+FOLDER has a checkpoint for each seed. Writes what `try_client` found.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import cpu_transfer
+
+from tests.engines.clients import FAMILY, SEEDS, try_client
+from tests.engines.subject import make_policy
+
+
+def main(folder: Path, name: str, num_ranks: int) -> None:
+    from clients import CLIENTS
+    from engines import settings
+    from vllm import LLM
+
+    kind, _ = CLIENTS[name]
+    cpu_transfer.install()
+    policies = [make_policy(FAMILY, seed) for seed in SEEDS]  # booting changes the models of transformers
+    llm = LLM(**settings(folder / "policy-0") | kind.options, tensor_parallel_size=num_ranks)
+    found = try_client(kind(llm, num_ranks), policies)
+    (folder / "found.json").write_text(json.dumps(found))
+    llm.llm_engine.engine_core.shutdown()
+    os._exit(0)  # threads of a trainer that is gone may wait
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
