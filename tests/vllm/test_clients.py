@@ -1,4 +1,4 @@
-"""Trainers' own clients, from their wheels and unmodified, over real vLLM on the CPU. Ours are `clients.py` and `cpu_transfer.py`."""
+"""Trainers' own clients, from their wheels and unmodified, over real vLLM on the CPU. Ours: `clients.py`, `cpu_transfer.py`."""
 
 import importlib.util
 import json
@@ -63,5 +63,10 @@ def tried(request, environment, policies, fresh):
     if importlib.util.find_spec(client.package) is None:
         pytest.skip(f"`nox -s trainers` has {client.package}")
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not client.is_inside))}
-    run_python([HERE / "run_client.py", policies, name, ranks], environment | ENVIRONMENT | own | client.environment, policies, timeout_s=400)
+    run_python(
+        [HERE / "run_client.py", policies, name, ranks],
+        environment | ENVIRONMENT | own | client.environment,
+        policies,
+        timeout_s=400,
+    )
     return json.loads((policies / "found.json").read_text()) | {"fresh": fresh(ranks)}
