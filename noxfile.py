@@ -133,7 +133,7 @@ def install_vllm(session: nox.Session, vllm: str = VLLM) -> None:
 
 
 def install_vllm_of(session: nox.Session, version: str, torch: str | None = None) -> None:
-    """A version of vLLM with its torch, by default of `MATRIX`: each names a build for CPUs that only PyTorch's own index has."""
+    """A version of vLLM with its torch, if not that of `MATRIX`: each names a build for CPUs that PyTorch's own index has."""
     torch = f"torch=={torch or MATRIX['vllm'][version]}"
     more = CPU_WHEELS
     if session.venv_backend == "uv":

@@ -1,6 +1,6 @@
 """What is done to an engine through a trainer's own client, whatever the engine, and what must come of it.
 
-`try_client` does it, in the process of the trainer. A test file imports the tests from here, and has a fixture `tried`: what that
+`try_client` does it, in the process of the trainer. A test file imports the tests, and has a fixture `tried`: what that
 found, and under `fresh` what the ranks of engines hold that boot from the same policies.
 """
 
