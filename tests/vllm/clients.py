@@ -4,9 +4,13 @@
 client is made. What stands in for NCCL and CUDA IPC: `cpu_transfer.py`.
 """
 
+import asyncio
 import json
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from itertools import groupby
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -14,7 +18,9 @@ import torch
 
 from tests.engines.clients import Pairs
 from tests.serving import free_port
+from tests.vllm.trainer_ranks import Engine, Ranks, Trainer
 
+BUCKET_BYTES = 1 << 19
 BUCKET_MB = 1
 WAIT_S = 100
 
@@ -31,9 +37,17 @@ class VllmClient:
     is_inside: ClassVar[bool] = False
     """Whether the engine is in the trainer's process."""
 
-    def __init__(self, llm: Any, num_ranks: int) -> None:
-        self.llm, self.num_ranks = llm, num_ranks
+    def __init__(self, model: Path, num_ranks: int) -> None:
+        from engines import settings
+        from vllm import LLM
+
+        self.llm = LLM(**settings(model) | self.options, tensor_parallel_size=num_ranks)
+        self.num_ranks = num_ranks
+        self._see("allocate on host")
         self.connect()
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
 
     def connect(self) -> None:
         """As the trainer does before its first policy."""
@@ -170,14 +184,201 @@ class SwiftColocated(VllmClient):
         finish_vllm_weight_reload(network, model_config=config, target_device=torch.device("cpu"))
 
 
-def beside(call: Callable[[], Any], send: Callable[[], Any]) -> None:
-    """Call the engine, and send meanwhile. What the call raises counts."""
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        called: Future = pool.submit(call)
-        try:
-            send()
-        finally:
-            called.result(WAIT_S)
+class RankedClient(VllmClient):
+    """A trainer whose ranks are processes."""
+
+    trainer: ClassVar[type[Trainer]]
+    ranks: Ranks | None = None
+
+    @property
+    def num_trainers(self) -> int:
+        return self.num_ranks
+
+    def connect(self) -> None:
+        if self.ranks is not None:
+            self.ranks.kill()
+        name = f"{__name__}:{self.trainer.__name__}"
+        self.ranks = Ranks(name, self.num_trainers, self.num_ranks, self.serve)
+
+    def serve(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """A call of the trainer's."""
+        return self.llm.collective_rpc(method, args=arguments, kwargs=options)
+
+    def push(self, pairs: Pairs) -> None:
+        self.ranks.push(pairs)
+
+    def leave(self, pairs: Pairs) -> None:
+        self.ranks.push(pairs, dies=True)
+        self.connect()
+
+    def close(self) -> None:
+        self.ranks.kill()
+        super().close()
+
+
+class OpenRlhfTrainer(Trainer):
+    """OpenRLHF's actor, of which all but the sending of weights is left out, and so is DeepSpeed."""
+
+    is_ipc = False
+
+    def __init__(self, rank: int, num_ranks: int, engine: Engine) -> None:
+        super().__init__(rank, num_ranks, engine)
+        from absent import stand_for
+
+        stand_for("deepspeed", "flash_attn")
+        from openrlhf.trainer.ray import ppo_actor
+
+        torch.distributed.init_process_group("gloo")
+        ppo_actor.deepspeed.zero = SimpleNamespace(GatheredParameters=lambda *_, **__: nullcontext())
+        services = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
+        ppo_actor.ray = SimpleNamespace(
+            get=lambda refs: [ref.result() for ref in refs], _private=SimpleNamespace(services=services)
+        )
+        self._actor = actor = ppo_actor.ActorPPOTrainer.__new__(ppo_actor.ActorPPOTrainer)
+        vllm = SimpleNamespace(num_engines=1, tensor_parallel_size=num_ranks, enable_prefix_caching=True)
+        deepspeed = SimpleNamespace(zero_stage=2, tensor_parallel_size=1)
+        actor.strategy = SimpleNamespace(args=SimpleNamespace(vllm=vllm, ds=deepspeed))
+        actor.vllm_engines, actor.use_cuda_ipc = [RayHandle(engine)], self.is_ipc
+        if not self.is_ipc and rank == 0:
+            actor._init_vllm_sync_group("nccl")
+
+    def push(self, pairs: Iterator[tuple[str, torch.Tensor]], described: list) -> None:
+        named = ((name, torch.nn.Parameter(tensor)) for name, tensor in pairs)
+        self._actor.actor = SimpleNamespace(
+            model=SimpleNamespace(module=SimpleNamespace(named_parameters=lambda: named))
+        )
+        self._actor.broadcast_to_vllm()
+
+
+class OpenRlhfIpcTrainer(OpenRlhfTrainer):
+    is_ipc = True
+
+
+class RayHandle:
+    """In place of the handle of OpenRLHF's actor, whose methods call the engine's workers by the same name."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *args, **options: self._engine.fire(method, *args, **options))
+
+
+class OpenRlhf(RankedClient):
+    """By broadcast, from the first rank of the trainer."""
+
+    package = "openrlhf"
+    options: ClassVar = {"worker_extension_cls": "openrlhf.trainer.ray.vllm_worker_wrap.WorkerWrap"}
+    environment: ClassVar = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    trainer = OpenRlhfTrainer
+    num_trainers = 1
+
+    def serve(self, method: str, *arguments: Any, **options: Any) -> Any:
+        if method == "reset_prefix_cache":
+            return self.llm.reset_prefix_cache()
+        return super().serve(method, *arguments, **options)
+
+
+class OpenRlhfIpc(OpenRlhf):
+    """By CUDA IPC, every rank of the trainer beside one of the engine."""
+
+    trainer = OpenRlhfIpcTrainer
+    num_trainers = RankedClient.num_trainers
+
+
+class SkyRlTrainer(Trainer):
+    """SkyRL's strategies and its client, whose HTTP is left out."""
+
+    strategy = "nccl"
+
+    def __init__(self, rank: int, num_ranks: int, engine: Engine) -> None:
+        super().__init__(rank, num_ranks, engine)
+        import typing
+
+        import typing_extensions
+
+        typing.TypedDict = typing_extensions.TypedDict  # SkyRL's is of Python 3.12
+        from skyrl.backends.skyrl_train import weight_sync
+        from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
+
+        torch.distributed.init_process_group("gloo")
+
+        class Client(RemoteInferenceClient):
+            async def _call_all_servers(self, endpoint: str, json: Any = None, *_: Any) -> dict:
+                found = await asyncio.to_thread(engine.call, json["method"], **json.get("kwargs", {}))
+                return {"http://engine": {"status": 200, "body": {"results": found}}}
+
+        client = Client.__new__(Client)
+        config = SimpleNamespace(model_dtype="bfloat16", run_engines_locally=True)
+        kind = weight_sync.get_transfer_strategy_cls("nccl", self.strategy == "ipc")
+        if self.strategy == "ipc":
+            info = kind.create_init_info(config)
+        else:
+            info = weight_sync.BroadcastInitInfo(
+                master_addr="127.0.0.1",
+                master_port=free_port(),
+                rank_offset=1,
+                world_size=num_ranks + 1,
+                override_existing_receiver=False,
+            )
+            joined = engine.fire("init_weight_transfer_engine", info.to_api_payload()) if rank == 0 else None
+        self._sender = kind.create_sender(info, client)
+        if self.strategy != "ipc" and joined is not None:
+            joined.result()
+        self._chunk = weight_sync.WeightChunk
+
+    def push(self, pairs: Iterator[tuple[str, torch.Tensor]], described: list) -> None:
+        names, dtypes, shapes = map(list, zip(*described, strict=True))
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+        metadata = {"names": names, "dtype_names": dtypes, "shapes": shapes}
+        asyncio.run(self._sender.send_chunks(self._chunks(pairs), metadata))
+
+    def _chunks(self, pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator:
+        """Of a few tensors, as `WeightExtractor`s of SkyRL's give them."""
+        for _, some in groupby(enumerate(pairs), lambda numbered: numbered[0] // 4):
+            names, tensors = zip(*(pair for _, pair in some), strict=True)
+            yield self._chunk(
+                names=list(names),
+                dtypes=[str(tensor.dtype) for tensor in tensors],
+                shapes=[list(tensor.shape) for tensor in tensors],
+                tensors=list(tensors),
+            )
+
+
+class SkyRlIpcTrainer(SkyRlTrainer):
+    strategy = "ipc"
+
+
+class SkyRl(RankedClient):
+    """By vLLM's weight transfer, from the first rank of the trainer."""
+
+    package = "skyrl"
+    options: ClassVar = {
+        "worker_extension_cls": "skyrl.backends.skyrl_train.inference_servers.new_inference_worker_wrap.NewInferenceWorkerWrap",
+        "weight_transfer_config": {"backend": "nccl"},
+    }
+    trainer = SkyRlTrainer
+    num_trainers = 1
+
+    def leave(self, pairs: Pairs) -> None:
+        """A worker that waits for an end of an update takes no other one: the next trainer must end it first."""
+        self.ranks.push(pairs, dies=True)
+        with suppress(RuntimeError):  # it is not whole
+            self.llm.collective_rpc("skyrl_finish_weight_update")
+        self.connect()
+
+    def serve(self, method: str, *arguments: Any, **options: Any) -> Any:
+        if method == "init_weight_transfer_engine":
+            return self.llm.collective_rpc(method, args=arguments)
+        return super().serve(method, *arguments, **options)
+
+
+class SkyRlIpc(SkyRl):
+    """By CUDA IPC, every rank of the trainer beside one of the engine."""
+
+    options: ClassVar = SkyRl.options | {"weight_transfer_config": {"backend": "ipc"}}
+    trainer = SkyRlIpcTrainer
+    num_trainers = RankedClient.num_trainers
 
 
 CLIENTS: dict[str, tuple[type[VllmClient], tuple[int, ...]]] = {
@@ -185,5 +386,9 @@ CLIENTS: dict[str, tuple[type[VllmClient], tuple[int, ...]]] = {
     "ms-swift one by one": (SwiftOneByOne, (1,)),
     "ms-swift LoRA": (SwiftWithLora, (1,)),
     "ms-swift colocated": (SwiftColocated, (1,)),
+    "OpenRLHF broadcast": (OpenRlhf, (1, 2)),
+    "OpenRLHF CUDA IPC": (OpenRlhfIpc, (1, 2)),
+    "SkyRL weight transfer": (SkyRl, (1, 2)),
+    "SkyRL CUDA IPC": (SkyRlIpc, (1, 2)),
 }
 """By the trainer and its way: the client, and numbers of ranks."""

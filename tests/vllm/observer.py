@@ -62,6 +62,12 @@ def pids(worker) -> list[int]:
     return [os.getpid(), os.getppid()]
 
 
+def allocate_on_host(worker) -> None:
+    import cpu_transfer
+
+    cpu_transfer.allocate_on_host()
+
+
 def echo(worker, said: str) -> str:
     return said
 
@@ -78,4 +84,5 @@ OBSERVATIONS = {
     "padding": padding,
     "pids": pids,
     "echo": echo,
+    "allocate on host": allocate_on_host,
 }

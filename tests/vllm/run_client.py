@@ -17,17 +17,16 @@ from tests.engines.subject import make_policy
 
 
 def main(folder: Path, name: str, num_ranks: int) -> None:
-    from clients import CLIENTS
-    from engines import settings
-    from vllm import LLM
+    from tests.vllm.clients import CLIENTS
 
+    os.environ["FP8REFIT_TEST_GPUS"] = str(os.getpid())
     kind, _ = CLIENTS[name]
     cpu_transfer.install()
     policies = [make_policy(FAMILY, seed) for seed in SEEDS]  # booting changes the models of transformers
-    llm = LLM(**settings(folder / "policy-0") | kind.options, tensor_parallel_size=num_ranks)
-    found = try_client(kind(llm, num_ranks), policies)
+    client = kind(folder / "policy-0", num_ranks)
+    found = try_client(client, policies)
     (folder / "found.json").write_text(json.dumps(found))
-    llm.llm_engine.engine_core.shutdown()
+    client.close()
     os._exit(0)  # threads of a trainer that is gone may wait
 
 
