@@ -258,9 +258,9 @@ def is_updating(worker: Any) -> bool:
 
 
 def end_weight_update(worker: Any) -> None:
-    """Mark the worker's weight update as ended, so that the next one can begin."""
-    if is_updating(worker):
-        worker._weight_update_active = False
+    """Mark the worker's weight update as ended, so that the next one can begin. Extensions of workers have their own marks."""
+    for name in [name for name in vars(worker) if name.endswith("_weight_update_active")]:
+        setattr(worker, name, False)
 
 
 def takes_version(client: Any) -> bool:

@@ -18,12 +18,14 @@ def test_an_update_of_vllm_that_fails_at_its_end_is_over_and_another_one_may_sta
         site.each(vllm._INSTEAD["initialize_layerwise_reload"])
         for drop_in in site.drop_ins:
             drop_in.owner._weight_update_active = True  # as vLLM's workers do then
+            drop_in.owner._skyrl_weight_update_active = True  # and SkyRL's extension of them
         site.load(items)
         return site.each(vllm._INSTEAD[finalize])
 
     outcomes = update(list(policy.items())[1:])
     assert all(isinstance(error, InvalidSourceError) and "missing" in str(error) for error in outcomes)
     assert [drop_in.owner._weight_update_active for drop_in in site.drop_ins] == [False] * len(site.drop_ins)
+    assert [drop_in.owner._skyrl_weight_update_active for drop_in in site.drop_ins] == [False] * len(site.drop_ins)
     assert site.is_dirty
     assert update(list(policy.items())) == [None] * len(site.drop_ins)
     site.assert_holds(policy, 1)

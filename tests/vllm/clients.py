@@ -6,6 +6,7 @@ client is made. What stands in for NCCL and CUDA IPC: `cpu_transfer.py`.
 
 import asyncio
 import json
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -18,6 +19,7 @@ import torch
 
 from tests.engines.clients import Pairs
 from tests.serving import free_port
+from tests.tiny_models import VOCAB_SIZE
 from tests.vllm.trainer_ranks import Engine, Ranks, Trainer
 
 BUCKET_BYTES = 1 << 19
@@ -34,6 +36,7 @@ class VllmClient:
     """What the engine is booted with."""
     environment: ClassVar[dict[str, str]] = {}
     tells: ClassVar[bool] = True
+    outlives: ClassVar[bool] = True
     is_inside: ClassVar[bool] = False
     """Whether the engine is in the trainer's process."""
 
@@ -43,8 +46,15 @@ class VllmClient:
 
         self.llm = LLM(**settings(model) | self.options, tensor_parallel_size=num_ranks)
         self.num_ranks = num_ranks
-        self._see("allocate on host")
+        self._see("prepare", type(self).__name__)
         self.connect()
+
+    @classmethod
+    def prepare(cls) -> None:
+        """In every rank of a booted engine."""
+        import cpu_transfer
+
+        cpu_transfer.allocate_on_host()
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
@@ -220,6 +230,7 @@ class OpenRlhfTrainer(Trainer):
     """OpenRLHF's actor, of which all but the sending of weights is left out, and so is DeepSpeed."""
 
     is_ipc = False
+    calls_for_each = True
 
     def __init__(self, rank: int, num_ranks: int, engine: Engine) -> None:
         super().__init__(rank, num_ranks, engine)
@@ -347,6 +358,7 @@ class SkyRlTrainer(Trainer):
 
 class SkyRlIpcTrainer(SkyRlTrainer):
     strategy = "ipc"
+    calls_for_each = True
 
 
 class SkyRl(RankedClient):
@@ -381,11 +393,113 @@ class SkyRlIpc(SkyRl):
     num_trainers = RankedClient.num_trainers
 
 
+class VerlTrainer(Trainer):
+    """verl's sender of buckets: every rank has one, and sends the whole state dict."""
+
+    def push(self, pairs: Iterator[tuple[str, torch.Tensor]], described: list) -> None:
+        from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+
+        job = os.environ["VERL_RAY_JOB_ID"]
+        handle = f"ipc:///tmp/rl-colocate-zmq-{job}-replica-0-rank-{self.rank}.sock"
+        sender = BucketedWeightSender(zmq_handle=handle, bucket_size_mb=BUCKET_MB, use_shm=True)
+        called = self.engine.fire("update_weights_from_ipc", use_shm=True) if self.rank == 0 else None
+        asyncio.run(sender.async_send_weights(pairs))
+        if called is not None:
+            called.result()
+
+
+class Verl(RankedClient):
+    """verl's extension of vLLM's workers."""
+
+    package = "verl"
+    options: ClassVar = {"worker_extension_cls": "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"}
+    environment: ClassVar = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_platform"}
+    trainer = VerlTrainer
+    outlives = False
+
+    def __init__(self, model: Path, num_ranks: int) -> None:
+        os.environ["VERL_RAY_JOB_ID"] = str(os.getpid())
+        super().__init__(model, num_ranks)
+        self.llm.collective_rpc("monkey_patch_model", args=(VOCAB_SIZE,))
+
+
+class CheckpointTrainer(Trainer):
+    """checkpoint-engine's parameter server, of which every rank has a part of the checkpoint."""
+
+    def __init__(self, rank: int, num_ranks: int, engine: Engine) -> None:
+        super().__init__(rank, num_ranks, engine)
+        os.environ["PS_MAX_BUCKET_SIZE_GB"] = str(BUCKET_BYTES / 2**30)
+        from checkpoint_engine import ps
+
+        stand_for_device_manager(num_ranks)
+        self._server, self._number = ps.ParameterServer(auto_pg=True), 0
+
+    def push(self, pairs: Iterator[tuple[str, torch.Tensor]], described: list) -> None:
+        self._number += 1
+        name, server = f"policy-{self._number}", self._server
+        mine = {name: tensor for index, (name, tensor) in enumerate(pairs) if index % self.num_ranks == self.rank}
+        errors: list[Exception] = []
+
+        def request(paths: list[tuple[str, str]]) -> None:
+            try:
+                if self.rank == 0:
+                    self.engine.call("update_weights_from_ipc", dict(paths))
+            except RuntimeError as error:
+                errors.append(error)  # else it ends in its thread
+
+        server.register_checkpoint(name, named_tensors=mine)
+        try:
+            server.gather_metas(name)
+            server.update(name, request)
+        finally:
+            server.unregister_checkpoint(name)
+        if errors:
+            raise errors[0]
+
+
+def stand_for_device_manager(number: int) -> None:
+    """checkpoint-engine's, which knows no CPU."""
+    from checkpoint_engine.device_utils import DeviceManager
+
+    DeviceManager._detect_device_type, DeviceManager.backend = lambda _: "cpu", "gloo"
+    DeviceManager._setup_device_module = lambda manager: setattr(manager, "device_module", CpuDevice(number))
+
+
+class CpuDevice:
+    """In place of `torch.cuda`."""
+
+    def __init__(self, number: int) -> None:
+        self.device_count = lambda: number
+        self.get_device_properties = torch.cuda.get_device_properties
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: (1 << 30, 1 << 30) if name == "mem_get_info" else 0
+
+
+class CheckpointEngine(RankedClient):
+    """checkpoint-engine's extension of vLLM's workers."""
+
+    package = "checkpoint_engine"
+    options: ClassVar = {"worker_extension_cls": "checkpoint_engine.worker.VllmColocateWorkerExtension"}
+    trainer = CheckpointTrainer
+    outlives = False
+
+    @classmethod
+    def prepare(cls) -> None:
+        from checkpoint_engine.worker import VllmColocateWorkerExtension
+
+        super().prepare()
+        stand_for_device_manager(1)
+        VllmColocateWorkerExtension._device_uuid = property(lambda _: f"GPU-{torch.cuda.get_device_properties().uuid}")
+
+
 CLIENTS: dict[str, tuple[type[VllmClient], tuple[int, ...]]] = {
     "ms-swift flattened": (Swift, (1, 2)),
     "ms-swift one by one": (SwiftOneByOne, (1,)),
     "ms-swift LoRA": (SwiftWithLora, (1,)),
     "ms-swift colocated": (SwiftColocated, (1,)),
+    "checkpoint-engine": (CheckpointEngine, (1, 2)),
+    "verl": (Verl, (1, 2)),
     "OpenRLHF broadcast": (OpenRlhf, (1, 2)),
     "OpenRLHF CUDA IPC": (OpenRlhfIpc, (1, 2)),
     "SkyRL weight transfer": (SkyRl, (1, 2)),

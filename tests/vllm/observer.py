@@ -62,10 +62,10 @@ def pids(worker) -> list[int]:
     return [os.getpid(), os.getppid()]
 
 
-def allocate_on_host(worker) -> None:
-    import cpu_transfer
+def prepare(worker, client: str) -> None:
+    from tests.vllm import clients
 
-    cpu_transfer.allocate_on_host()
+    getattr(clients, client).prepare()
 
 
 def echo(worker, said: str) -> str:
@@ -84,5 +84,5 @@ OBSERVATIONS = {
     "padding": padding,
     "pids": pids,
     "echo": echo,
-    "allocate on host": allocate_on_host,
+    "prepare": prepare,
 }

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,7 +22,7 @@ from tests.serving import free_port
 
 WAIT_S = 100
 NUM_CALLS = 4
-"""Of a trainer that dies: it calls for each bucket. One that sends its buckets in one call dies between two of them."""
+"""After which a trainer dies that calls for each bucket. One that sends its buckets in one call dies between two of them."""
 
 
 class Engine:
@@ -52,6 +52,9 @@ class Engine:
 
 class Trainer:
     """One rank of a trainer."""
+
+    calls_for_each: ClassVar[bool] = False
+    """Whether each bucket is a call."""
 
     def __init__(self, rank: int, num_ranks: int, engine: Engine) -> None:
         self.rank, self.num_ranks, self.engine = rank, num_ranks, engine
@@ -155,10 +158,11 @@ def run(name: str, rank: int, num_ranks: int, environment: dict, told: Connectio
                 trainer = getattr(importlib.import_module(module), kind)(rank, num_ranks, Engine(calls))
             else:
                 data, dies = told.recv()
-                trainer.engine.num_calls = NUM_CALLS if dies else None
+                trainer.engine.num_calls = NUM_CALLS if dies and trainer.calls_for_each else None
                 pairs = torch.load(io.BytesIO(data))
                 trainer.push(
-                    one_by_one(pairs, dies=dies), [(name, tensor.dtype, list(tensor.shape)) for name, tensor in pairs]
+                    one_by_one(pairs, dies=dies and not trainer.calls_for_each),
+                    [(name, tensor.dtype, list(tensor.shape)) for name, tensor in pairs],
                 )
         except EOFError:
             return
