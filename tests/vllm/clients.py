@@ -304,11 +304,6 @@ class SkyRlTrainer(Trainer):
 
     def __init__(self, rank: int, num_ranks: int, engine: Engine) -> None:
         super().__init__(rank, num_ranks, engine)
-        import typing
-
-        import typing_extensions
-
-        typing.TypedDict = typing_extensions.TypedDict  # SkyRL's is of Python 3.12
         from skyrl.backends.skyrl_train import weight_sync
         from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
 
@@ -375,7 +370,7 @@ class SkyRl(RankedClient):
     def leave(self, pairs: Pairs) -> None:
         """A worker that waits for an end of an update takes no other one: the next trainer must end it first."""
         self.ranks.push(pairs, dies=True)
-        with suppress(RuntimeError):  # it is not whole
+        with suppress(Exception):  # it is not whole
             self.llm.collective_rpc("skyrl_finish_weight_update")
         self.connect()
 

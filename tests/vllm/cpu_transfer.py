@@ -7,6 +7,7 @@ in a server's workers by `cpu_plugin.py`.
 """
 
 import os
+import typing
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import timedelta
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import typing_extensions
 
 TIMEOUT_S = 60
 BUCKET_BYTES = 1 << 18
@@ -103,5 +105,8 @@ def install() -> None:
 
         nccl_common.NCCLWeightTransferInitInfo.__init__.__kwdefaults__["packed_buffer_size_bytes"] = BUCKET_BYTES
     stand_for_gpus()
+    typing.TypedDict = (
+        typing_extensions.TypedDict
+    )  # SkyRL's wheel says Python 3.11, where pydantic does not take the other
     with suppress(AttributeError):  # LoRA pins memory on any host, in some versions
         torch_utils.async_tensor_h2d.__defaults__ = (False,)

@@ -8,6 +8,7 @@ FOLDER has a checkpoint for each seed. Writes what `try_client` found.
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 
 import cpu_transfer
@@ -24,11 +25,19 @@ def main(folder: Path, name: str, num_ranks: int) -> None:
     cpu_transfer.install()
     policies = [make_policy(FAMILY, seed) for seed in SEEDS]  # booting changes the models of transformers
     client = kind(folder / "policy-0", num_ranks)
-    found = try_client(client, policies)
+    try:
+        found = try_client(client, policies)
+    finally:
+        client.close()
     (folder / "found.json").write_text(json.dumps(found))
-    client.close()
-    os._exit(0)  # threads of a trainer that is gone may wait
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    code = 1
+    try:
+        main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+        code = 0
+    except BaseException:  # noqa: BLE001 - it ends here
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)  # threads of a trainer that is gone may wait

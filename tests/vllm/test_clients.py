@@ -67,6 +67,6 @@ def tried(request, environment, policies, fresh):
         [HERE / "run_client.py", policies, name, ranks],
         environment | ENVIRONMENT | own | client.environment,
         policies,
-        timeout_s=400,
+        timeout_s=200,
     )
     return json.loads((policies / "found.json").read_text()) | {"fresh": fresh(ranks)}

@@ -20,7 +20,7 @@ import torch
 from tests.engines.clients import Pairs
 from tests.serving import free_port
 
-WAIT_S = 100
+WAIT_S = 60
 NUM_CALLS = 4
 """After which a trainer dies that calls for each bucket. One that sends its buckets in one call dies between two of them."""
 
@@ -145,6 +145,8 @@ class Ranks:
 def run(name: str, rank: int, num_ranks: int, environment: dict, told: Connection, calls: Connection) -> None:
     """In a rank."""
     os.environ.update(environment)
+    for connection in (told, calls):
+        os.set_inheritable(connection.fileno(), False)  # torch's manager of shared memory would hold it open
     import cpu_transfer
 
     cpu_transfer.install()
