@@ -1,10 +1,10 @@
 """The drop-in: vLLM's own calls that load weights into a live engine become refits. Off unless `FP8REFIT_DROP_IN=1`.
 
 Four things are wrapped, and only for networks that the drop-in is installed on: `load_weights`; the functions around a
-layerwise reload, which `reload_weights` and vLLM's weight transfer call; the transfer's `receive_weights`, so that it
-receives all tensors whatever becomes of them; and the post-load processing, which trainers call and which would replace
-live tensors. A failed `reload_weights` is also ended, since vLLM leaves it begun. Installation happens after boot, so
-booting is unaffected. `remove` undoes everything.
+layerwise reload, which `reload_weights` and vLLM's weight transfer call; the transfer's `receive_weights`, and what extensions
+of workers have in its place, so that all tensors are received whatever becomes of them; and the post-load processing, which
+trainers call and which would replace live tensors. A failed `reload_weights` is also ended, since vLLM leaves it begun.
+Installation happens after boot, so booting is unaffected. `remove` undoes everything.
 """
 
 import logging
@@ -29,6 +29,9 @@ logger = logging.getLogger("vllm.fp8refit")
 _PLUGIN = "fp8refit"
 _ORIGINAL = "_fp8refit_original"
 _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
+_RECEIVE = "update_weights_from_ipc"
+"""Receives all buckets, in verl's, ms-swift's and checkpoint-engine's extensions of workers. If it raises after one of them,
+verl's trainer waits for an answer that never comes."""
 _WRAPPED = {
     "initialize_layerwise_reload": _RELOAD,
     "finalize_layerwise_reload": _RELOAD,
@@ -77,6 +80,8 @@ def install(worker: Any, rank: Callable[[], Rank]) -> None:
     worker.model_runner.reload_weights = _named_and_ended(worker.model_runner.reload_weights, drop_in)
     if (transfer := getattr(worker, "weight_transfer_engine", None)) is not None:
         transfer.receive_weights = drop_in.receiving()(transfer.receive_weights)
+    if (receive := getattr(worker, _RECEIVE, None)) is not None:
+        setattr(worker, _RECEIVE, drop_in.receiving()(receive))
     worker.fp8refit_last_report = report
     logger.info("fp8refit: loading weights into this engine is a refit from now on")
 
@@ -89,6 +94,7 @@ def remove(worker: Any) -> None:
     del worker.model_runner.reload_weights, worker.fp8refit_last_report
     if (transfer := getattr(worker, "weight_transfer_engine", None)) is not None:
         del transfer.receive_weights
+    vars(worker).pop(_RECEIVE, None)
     _installed.remove(network)
 
 

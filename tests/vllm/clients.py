@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from itertools import groupby
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -54,6 +55,7 @@ class VllmClient:
         """In every rank of a booted engine."""
         import cpu_transfer
 
+        cpu_transfer.stand_for_gpus()  # again, after vLLM's stand-ins of its own
         cpu_transfer.allocate_on_host()
 
     def close(self) -> None:
@@ -488,6 +490,47 @@ class CheckpointEngine(RankedClient):
         VllmColocateWorkerExtension._device_uuid = property(lambda _: f"GPU-{torch.cuda.get_device_properties().uuid}")
 
 
+class NemoRl(VllmClient):
+    """NeMo RL's worker calls, by IPC or a collective, end in `load_weights` of what the trainer has quantized."""
+
+    package = "vllm"
+    options: ClassVar = {"worker_extension_cls": "replayed.Replayed"}
+
+    def push(self, pairs: Pairs) -> None:
+        self._load(list(quantized(pairs)))
+
+    def _load(self, pairs: Pairs) -> None:
+        with NamedTemporaryFile(dir="/dev/shm") as file:
+            torch.save([pairs[start : start + 4] for start in range(0, len(pairs), 4)], file)
+            file.flush()
+            self.llm.collective_rpc("load_file", args=(file.name,))
+
+
+def quantized(pairs: Pairs) -> Iterator[tuple[str, torch.Tensor]]:
+    """Codes and scales in the place of each weight of a projection."""
+    from fp8refit import quantize_blockwise
+
+    for name, tensor in pairs:
+        if name.endswith("_proj.weight") and tensor.isfinite().all():
+            codes, scales = quantize_blockwise(tensor, scale_format="fp32_floored")
+            yield from ((name, codes), (f"{name}_scale_inv", scales))
+        else:
+            yield name, tensor
+
+
+class PrimeRl(NemoRl):
+    """prime-rl's three calls, with weights as they are."""
+
+    def push(self, pairs: Pairs) -> None:
+        self.llm.collective_rpc("pause_and_begin")
+        self._load(pairs)
+        self.llm.collective_rpc("end_and_resume")
+
+    def leave(self, pairs: Pairs) -> None:
+        self.llm.collective_rpc("pause_and_begin")
+        self._load(pairs)
+
+
 CLIENTS: dict[str, tuple[type[VllmClient], tuple[int, ...]]] = {
     "ms-swift flattened": (Swift, (1, 2)),
     "ms-swift one by one": (SwiftOneByOne, (1,)),
@@ -497,6 +540,8 @@ CLIENTS: dict[str, tuple[type[VllmClient], tuple[int, ...]]] = {
     "verl": (Verl, (1, 2)),
     "OpenRLHF broadcast": (OpenRlhf, (1, 2)),
     "OpenRLHF CUDA IPC": (OpenRlhfIpc, (1, 2)),
+    "NeMo RL": (NemoRl, (1, 2)),
+    "prime-rl": (PrimeRl, (1, 2)),
     "SkyRL weight transfer": (SkyRl, (1, 2)),
     "SkyRL CUDA IPC": (SkyRlIpc, (1, 2)),
 }

@@ -1,0 +1,26 @@
+"""What workers of trainers do that have no wheel, in our words: an extension of vLLM's workers."""
+
+from typing import Any
+
+import torch
+
+
+class Replayed:
+    model_runner: Any
+
+    def pause_and_begin(self) -> None:
+        """prime-rl's first call."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model_runner.model)
+
+    def load_file(self, path: str) -> None:
+        """The buckets of a file. prime-rl's second call; all of NeMo RL's."""
+        for bucket in torch.load(path):
+            self.model_runner.model.load_weights(weights=bucket)
+
+    def end_and_resume(self) -> None:
+        """prime-rl's third call."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model_runner.model, self.model_runner.model_config)
