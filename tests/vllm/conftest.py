@@ -52,6 +52,18 @@ def environment(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def named(environment, tmp_path_factory):
+    """The environment, in which trainers find a version of vLLM: the CPU's goes by another name."""
+    import vllm
+
+    folder = tmp_path_factory.mktemp("named")
+    (folder / "vllm.dist-info").mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm.__version__}+cpu\n"
+    (folder / "vllm.dist-info" / "METADATA").write_text(metadata)
+    return environment | {"PYTHONPATH": os.pathsep.join([environment["PYTHONPATH"], str(folder)])}
+
+
+@pytest.fixture(scope="session")
 def python(environment, tmp_path_factory):
     """Run Python in a process that can import vLLM, the tests' kernel and the tests' models; give its standard output."""
     folder = tmp_path_factory.mktemp("logs")

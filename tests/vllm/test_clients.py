@@ -57,7 +57,7 @@ def fresh(policies, starter):
 
 
 @pytest.fixture(scope="session", params=CASES, ids=[f"{name}, ranks {ranks}" for name, ranks in CASES])
-def tried(request, environment, policies, fresh):
+def tried(request, named, policies, fresh):
     name, ranks = request.param
     client, _ = CLIENTS[name]
     if importlib.util.find_spec(client.package) is None:
@@ -65,7 +65,7 @@ def tried(request, environment, policies, fresh):
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not client.is_inside))}
     run_python(
         [HERE / "run_client.py", policies, name, ranks],
-        environment | ENVIRONMENT | own | client.environment,
+        named | ENVIRONMENT | own | client.environment,
         policies,
         timeout_s=200,
     )

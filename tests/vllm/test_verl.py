@@ -3,7 +3,6 @@
 
 import importlib.util
 import json
-import os
 import uuid
 
 import pytest
@@ -27,19 +26,6 @@ ENVIRONMENT = {
 ON = ENVIRONMENT | {"FP8REFIT_DROP_IN": "1"}
 
 
-@pytest.fixture(scope="module")
-def verl(environment, tmp_path_factory):
-    """The environment, in which verl finds a version of vLLM: the CPU's goes by another name."""
-    import vllm
-
-    named = tmp_path_factory.mktemp("named")
-    (named / "vllm.dist-info").mkdir()
-    (named / "vllm.dist-info" / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm.__version__}+cpu\n"
-    )
-    return environment | {"PYTHONPATH": os.pathsep.join([environment["PYTHONPATH"], str(named)])}
-
-
 def train(environment, folder, num_ranks, script="verl_steps.py"):
     folder.mkdir()
     environment = environment | {"VERL_RAY_JOB_ID": uuid.uuid4().hex[:8]}
@@ -55,11 +41,11 @@ ENGINES = {
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def trained(request, verl, starter, tmp_path_factory):
+def trained(request, named, starter, tmp_path_factory):
     """What the engine held after each step, and what fresh engines hold that boot from the trainer's weights of that step."""
     work = tmp_path_factory.mktemp("verl")
     script, num_ranks = ENGINES[request.param]
-    found = train(verl | ON, work / "on", num_ranks, script)
+    found = train(named | ON, work / "on", num_ranks, script)
     layout = {1: "multi-process", 2: "core in process"}[num_ranks]
     fresh = []
     for step in range(len(found["steps"])):
@@ -85,7 +71,7 @@ def test_log_probabilities_move_with_every_step(trained):
     assert len(set(said)) == len(said) == 3
 
 
-def test_without_the_drop_in_the_same_worker_does_not_get_there(verl, tmp_path):
-    found = train(verl | ENVIRONMENT, tmp_path / "off", 1)
+def test_without_the_drop_in_the_same_worker_does_not_get_there(named, tmp_path):
+    found = train(named | ENVIRONMENT, tmp_path / "off", 1)
     assert found["error"]
     assert not found["steps"]
