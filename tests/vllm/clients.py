@@ -540,8 +540,8 @@ CLIENTS: dict[str, tuple[type[VllmClient], tuple[int, ...]]] = {
     "verl": (Verl, (1, 2)),
     "OpenRLHF broadcast": (OpenRlhf, (1, 2)),
     "OpenRLHF CUDA IPC": (OpenRlhfIpc, (1, 2)),
-    "NeMo RL": (NemoRl, (1, 2)),
-    "prime-rl": (PrimeRl, (1, 2)),
+    "NeMo RL": (NemoRl, (2,)),
+    "prime-rl": (PrimeRl, (1,)),
     "SkyRL weight transfer": (SkyRl, (1, 2)),
     "SkyRL CUDA IPC": (SkyRlIpc, (1, 2)),
 }
