@@ -44,3 +44,17 @@ def test_what_passed_failed_and_was_skipped_is_counted(tmp_path):
 def test_every_file_of_the_matrix_is_there():
     files = {file for parts in run_matrix.PARTS.values() for tests in parts.values() for file in tests}
     assert [file for file in files if not (run_matrix.ROOT / file).exists()] == []
+
+
+def test_a_trainers_row_takes_its_place_in_the_order_of_the_table(tmp_path):
+    out, (first, second, *_) = tmp_path / "trainers.json", run_matrix.read_trainers()
+    for name, passed in ((second, 1), (first, 2), (second, 3)):
+        run_matrix.note_trainer({"name": name, "passed": passed}, out)
+    assert [(row["name"], row["passed"]) for row in rows_of(out)] == [(first, 2), (second, 3)]
+
+
+def test_every_trainer_of_the_table_has_files_or_says_why_not():
+    for name, table in run_matrix.read_trainers().items():
+        files = [test for test in table.get("tests", []) if test.endswith(".py")]
+        assert [file for file in files if not (run_matrix.ROOT / file).exists()] == [], name
+        assert files if table["proof"] in ("run", "replayed") else table["why"], name
