@@ -20,7 +20,7 @@ from tests.tiny_models import save_model
 from tests.vllm.clients import CLIENTS
 from tests.vllm.processes import HERE, run_python, run_scenario
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 ENVIRONMENT = {
     "FP8REFIT_DROP_IN": "1",
     "FP8REFIT_QUANTIZATION": "fp8_per_block",
@@ -67,6 +67,6 @@ def tried(request, named, policies, fresh):
         [HERE / "run_client.py", policies, name, ranks],
         named | ENVIRONMENT | own | client.environment,
         policies,
-        timeout_s=200,
+        timeout_s=400,
     )
     return json.loads((policies / "found.json").read_text()) | {"fresh": fresh(ranks)}
