@@ -143,7 +143,7 @@ class DropIn:
             try:
                 return self._load(weights)
             except Exception as error:  # noqa: BLE001 - raised by `receiving`
-                self._late = error
+                self._late = _without_frames(error)
         return set()
 
     @contextmanager
@@ -429,6 +429,15 @@ class DropIn:
         left, self._update = self._update, None
         assert left is not None, "one is under way"
         left.__exit__(type(error), error, None)
+
+
+def _without_frames(error: Exception) -> Exception:
+    """An error that holds on to no bucket: its receiver could not give back the memory that it got it in."""
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__
+    return error
 
 
 def _digest(samples: Sequence[Tensor]) -> str:

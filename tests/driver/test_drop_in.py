@@ -1,8 +1,10 @@
 """The drop-in's rule, on ranks of every layout: what begins a policy, what completes it, and what may never become one."""
 
+import gc
 import json
 import logging
 import re
+import weakref
 from functools import partial
 from itertools import permutations, product
 from types import SimpleNamespace
@@ -592,6 +594,21 @@ def test_what_does_not_fit_among_received_tensors_is_raised_after_the_last_of_th
     assert site.is_dirty
     site.each(lambda drop_in: receive(drop_in, items))
     site.assert_holds(policy, 1)
+
+
+def test_an_error_that_is_raised_late_holds_on_to_no_tensor_meanwhile():
+    """Else verl's receiver could not close the shared memory that a bucket came in."""
+    site = Site("alone")
+    items = list(site.cluster.make_policy(1).items())
+    name, tensor = items[1]
+    bucket = [*items[:1], (name, torch.full_like(tensor, torch.nan)), *items[2:]]
+    tensors = [weakref.ref(tensor) for _, tensor in bucket[1:2]]
+    (drop_in,) = site.drop_ins
+    with pytest.raises(NonFiniteError), drop_in.receiving():
+        drop_in.load(bucket)
+        del bucket
+        gc.collect()
+        assert [tensor() for tensor in tensors] == [None]
 
 
 def test_refusals_are_told_by_every_rank_at_once(monkeypatch):

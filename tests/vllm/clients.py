@@ -531,6 +531,25 @@ class PrimeRl(NemoRl):
         self._load(pairs)
 
 
+class Answered(NemoRl):
+    """A trainer that waits for an answer to each bucket."""
+
+    def push(self, pairs: Pairs) -> None:
+        self._load(pairs)
+
+    def _load(self, pairs: Pairs) -> None:
+        buckets = [pairs[start : start + 4] for start in range(0, len(pairs), 4)]
+        with NamedTemporaryFile(dir="/dev/shm") as file, NamedTemporaryFile("r") as answered:
+            torch.save(buckets, file)
+            file.flush()
+            try:
+                self.llm.collective_rpc("update_weights_from_ipc", args=(file.name, answered.name))
+            finally:
+                number = Path(answered.name).read_text()
+                if number != str(len(buckets)):
+                    raise KeyboardInterrupt(f"the trainer would wait without end: {number} of {len(buckets)} answers")
+
+
 CLIENTS: dict[str, tuple[type[VllmClient], tuple[int, ...]]] = {
     "ms-swift flattened": (Swift, (1, 2)),
     "ms-swift one by one": (SwiftOneByOne, (1,)),
@@ -541,6 +560,7 @@ CLIENTS: dict[str, tuple[type[VllmClient], tuple[int, ...]]] = {
     "OpenRLHF broadcast": (OpenRlhf, (1, 2)),
     "OpenRLHF CUDA IPC": (OpenRlhfIpc, (1, 2)),
     "NeMo RL": (NemoRl, (2,)),
+    "each bucket answered": (Answered, (1,)),
     "prime-rl": (PrimeRl, (1,)),
     "SkyRL weight transfer": (SkyRl, (1, 2)),
     "SkyRL CUDA IPC": (SkyRlIpc, (1, 2)),

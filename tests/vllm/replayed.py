@@ -1,5 +1,6 @@
 """What workers of trainers do that have no wheel, in our words: an extension of vLLM's workers."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,12 @@ class Replayed:
         """The buckets of a file. prime-rl's second call; all of NeMo RL's."""
         for bucket in torch.load(path):
             self.model_runner.model.load_weights(weights=bucket)
+
+    def update_weights_from_ipc(self, path: str, answered: str) -> None:
+        """As verl's: each bucket is answered once it is loaded, and the trainer waits for each answer."""
+        for number, bucket in enumerate(torch.load(path), start=1):
+            self.model_runner.model.load_weights(weights=bucket)
+            Path(answered).write_text(str(number))
 
     def end_and_resume(self) -> None:
         """prime-rl's third call."""
