@@ -108,5 +108,5 @@ def install() -> None:
     typing.TypedDict = (
         typing_extensions.TypedDict
     )  # SkyRL's wheel says Python 3.11, where pydantic does not take the other
-    with suppress(AttributeError):  # LoRA pins memory on any host, in some versions
-        torch_utils.async_tensor_h2d.__defaults__ = (False,)
+    if getattr(getattr(torch_utils, "async_tensor_h2d", None), "__defaults__", None) == (True,):
+        torch_utils.async_tensor_h2d.__defaults__ = (False,)  # LoRA pins memory on any host, in some versions
