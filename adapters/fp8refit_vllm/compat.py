@@ -257,6 +257,11 @@ def is_updating(worker: Any) -> bool:
     return bool(getattr(worker, "_weight_update_active", False))
 
 
+def names_parameters(worker: Any) -> bool:
+    """Whether a weight update is in progress that names live parameters instead of a checkpoint's tensors (before 0.26)."""
+    return not getattr(worker, "_is_checkpoint_format", True)
+
+
 def end_weight_update(worker: Any) -> None:
     """Mark the worker's weight update as ended, so that the next one can begin. Extensions of workers have their own marks."""
     for name in [name for name in vars(worker) if name.endswith("_weight_update_active")]:

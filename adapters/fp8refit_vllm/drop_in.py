@@ -18,11 +18,11 @@ from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from fp8refit.driver.drop_in import DropIn, DropInOptions, last_report
-from fp8refit.driver.installed import Installed, instead_of
+from fp8refit.driver.installed import Installed, drop_in_of, instead_of
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.slots import FP8_DTYPE
 from fp8refit.ranks.rank import Rank
-from fp8refit_vllm.compat import end_weight_update
+from fp8refit_vllm.compat import end_weight_update, names_parameters
 
 logger = logging.getLogger("vllm.fp8refit")
 
@@ -77,6 +77,7 @@ def install(worker: Any, rank: Callable[[], Rank]) -> None:
         return
     drop_in = DropIn(worker, rank(), options, logger)
     _installed.add(network, drop_in, drop_in.load)
+    drop_in.accept()
     worker.model_runner.reload_weights = _named_and_ended(worker.model_runner.reload_weights, drop_in)
     if (transfer := getattr(worker, "weight_transfer_engine", None)) is not None:
         transfer.receive_weights = drop_in.receiving()(transfer.receive_weights)
@@ -102,6 +103,23 @@ def report() -> str | None:
     """For `collective_rpc("fp8refit_last_report")`: the last refit's report as JSON; None before the first refit."""
     found = last_report()
     return None if found is None else found.model_dump_json()
+
+
+def call_and_look(method: str | Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of a worker, or a function of one, as vLLM does, then look for weights that it wrote past every loader.
+
+    Raises:
+        UnsupportedEngineError: There are such. Requests are refused.
+    """
+    call = getattr(worker, method) if isinstance(method, str) else method
+    drop_in = drop_in_of(worker.model_runner.get_model())
+    try:
+        return call(*args, **kwargs) if isinstance(method, str) else call(worker, *args, **kwargs)
+    finally:
+        if drop_in is not None and names_parameters(drop_in.owner):
+            drop_in.accept()
+        elif drop_in is not None:
+            drop_in.look(f"{call.__module__}.{getattr(call, '__qualname__', call)}")
 
 
 def _wrap(undo: ExitStack) -> None:
@@ -130,6 +148,7 @@ def _named_and_ended(reload_weights: Callable[..., None], drop_in: DropIn) -> Ca
             drop_in.source = weights_path or drop_in.owner.vllm_config.model_config.model
         try:
             reload_weights(weights_iterator, weights_path, *args, **kwargs)
+            drop_in.accept()  # it may have named live parameters
         except BaseException:
             drop_in.close()
             raise

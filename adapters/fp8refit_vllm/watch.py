@@ -7,6 +7,7 @@ every core.
 
 import logging
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 from fp8refit.transport.memory.segment import Segment
@@ -18,7 +19,7 @@ from fp8refit_vllm.core_compat import (
     refuse_in_core,
     skip_unread_replies,
 )
-from fp8refit_vllm.drop_in import options_of
+from fp8refit_vllm.drop_in import call_and_look, options_of
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,19 @@ def watch(core: Any) -> None:
         logger.warning("fp8refit does nothing in this engine: %s: %s", type(error).__name__, error)
         return
     core.step_fn = Watch(core, flags, core.step_fn).step
+    if options_of(core.vllm_config).drop_in:
+        core.collective_rpc = _looking(core.collective_rpc)
+
+
+def _looking(collective_rpc: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Make workers look for weights written past every loader, after each call to them that is not ours."""
+
+    @wraps(collective_rpc)
+    def call(method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        is_ours = isinstance(method, str) and method.startswith("fp8refit")
+        return collective_rpc(method if is_ours else partial(call_and_look, method), *args, **kwargs)
+
+    return call
 
 
 class Watch:

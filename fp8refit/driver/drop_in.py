@@ -25,9 +25,16 @@ from pydantic import BaseModel, field_validator
 from torch import Tensor
 
 from fp8refit.config import RefitConfig
+from fp8refit.driver.attach import attach_engine
 from fp8refit.driver.completeness import Kind, Stream, claims_of_all
 from fp8refit.driver.update import Update, update
-from fp8refit.errors import EngineDirtyError, InvalidSourceError, RankFailedError, RefitError
+from fp8refit.errors import (
+    EngineDirtyError,
+    InvalidSourceError,
+    RankFailedError,
+    RefitError,
+    UnsupportedEngineError,
+)
 from fp8refit.fill.plan import why_unknown
 from fp8refit.fill.ties import tie_problem
 from fp8refit.live.slots import SOURCE_DTYPES
@@ -35,6 +42,7 @@ from fp8refit.live.turn import DisplacedError
 from fp8refit.ranks.rank import Rank
 from fp8refit.report import RefitReport
 from fp8refit.sources.pairs import named
+from fp8refit.transport.running import run
 
 _LONGEST_LIST = 8
 _SHORT_LIST = 3
@@ -218,6 +226,33 @@ class DropIn:
             raise
         finally:
             self._stream.begin_anew()
+
+    def accept(self) -> None:
+        """Take what the weights hold now for what they should hold; `look` refuses what others write from now on."""
+        target = self._rank.target
+        if not target.is_dirty:
+            target.is_watched = True
+            target.accept()
+
+    def look(self, caller: str) -> None:
+        """Look whether weights were written past `load`. If so, requests are refused until a whole policy is loaded.
+
+        Args:
+            caller: What was called since the last look.
+
+        Raises:
+            UnsupportedEngineError: They were.
+        """
+        if not self._rank.target.was_written():
+            return
+        self._stream.begin_anew()
+        error = UnsupportedEngineError(
+            f"{caller} wrote live weights past every loader, so fp8refit checked nothing and dropped no caches: requests are "
+            "refused until a whole policy is loaded. Let the trainer send a checkpoint's tensors to load_weights, in BF16 or "
+            "block FP8, or leave out FP8REFIT_DROP_IN"
+        )
+        run(attach_engine(self.owner).engine.refuse(str(error)))
+        raise error
 
     def close(self) -> None:
         """Stop taking weights. A policy that has partly arrived leaves the engine dirty."""

@@ -45,7 +45,7 @@ class Installed:
 
     def remove(self, network: nn.Module) -> None:
         """Restore the network's own `load_weights`, and with the last network the engine's functions; close the drop-in."""
-        drop_in = _drop_in_of(network)
+        drop_in = drop_in_of(network)
         for name in (_HELD, "load_weights"):
             object.__delattr__(network, name)
         self._networks.discard(network)
@@ -61,13 +61,13 @@ def instead_of(original: Callable[..., Any], take: Callable[..., Any]) -> Callab
 
     @wraps(original)
     def wrapper(model: Any, *args: Any, **kwargs: Any) -> Any:
-        drop_in = _drop_in_of(model)
+        drop_in = drop_in_of(model)
         return original(model, *args, **kwargs) if drop_in is None else take(drop_in, *args, **kwargs)
 
     return wrapper
 
 
-def _drop_in_of(network: Any) -> DropIn | None:
+def drop_in_of(network: Any) -> DropIn | None:
     """The network's drop-in, if it has one. The network may be wrapped for the replay of CUDA graphs."""
     found = getattr(network, _HELD, None)
     return found if isinstance(found, DropIn) else None

@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import is_not
 
 import torch
 from torch import Tensor, nn
 
 from fp8refit.live.layout_guard import LayoutGuard
+
+_SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -48,6 +51,16 @@ class Watch:
         self._places = [(entry.holder, entry.key) for entry in live]
         self._addresses = [entry.data_ptr for entry in live]
         self._layouts = LayoutGuard((), self._tensors)
+
+    @cached_property
+    def _samples(self) -> list[Tensor]:
+        parameters = [each.detach() for each in self._tensors if isinstance(each, nn.Parameter)]
+        sizes = [min(each.numel(), _SAMPLE_BYTES // each.element_size()) for each in parameters]
+        return [each.as_strided((size,), (1,)).view(torch.uint8) for each, size in zip(parameters, sizes, strict=True)]
+
+    def sample(self) -> Tensor:
+        """Copy the first bytes of every parameter, which are others after a write of a policy, whatever writes it."""
+        return torch.cat(self._samples)
 
     def was_any_replaced(self) -> bool:
         """Whether any module now holds a different tensor, or the same one with another storage."""

@@ -55,6 +55,7 @@ class Target:
         live: The live model.
         version: Version of the last committed policy; 0 is what the engine was booted with.
         is_dirty: Whether a write began and was not committed.
+        is_watched: Whether `was_written` is asked.
         turn: Whoever prepares, writes or commits holds it, however it came to this target.
     """
 
@@ -73,6 +74,7 @@ class Target:
         self.live.has_constants = has_constants
         self.version = 0
         self.is_dirty = False
+        self.is_watched = False
         self.turn = Turn()
         self._check_engine = check_engine
         self._on_commit = on_commit
@@ -82,6 +84,7 @@ class Target:
         """Names of slots that unfinished refits may have written, while the rank is dirty."""
         self._is_whole = False
         self._has_lost_values = False
+        self._accepted: Tensor | None = None
         _targets[id(self)] = self
 
     def check_ready(self) -> Inventory:
@@ -320,6 +323,7 @@ class Target:
         if not self._is_whole:
             raise DisplacedError
         version, kv = version if version is not None else self.version + 1, self.live.kv
+        self.accept()
         # One statement, so that no interrupt can separate them.
         if kv is not None:
             self.version, self.is_dirty, kv.torn = version, False, None
@@ -333,7 +337,23 @@ class Target:
     def forget_values(self) -> None:
         """Note that all weights are lost, as after level-2 sleep: the next refit must bring all of them."""
         self.abandon()
-        self._has_lost_values, self.live.has_constants = True, False
+        self._has_lost_values, self.live.has_constants, self._accepted = True, False, None
+
+    def accept(self) -> None:
+        """Remember what the weights hold, for `was_written`."""
+        if self.is_watched:
+            with self.live.on_device():
+                self._accepted = self.live.read().watch.sample()
+
+    def was_written(self) -> bool:
+        """Whether somebody else has written the weights since the last commit. If so, the rank is dirty. Synchronizes."""
+        if self._accepted is None or self.is_dirty or not are_mapped(inventory := self.live.read()):
+            return False
+        with self.live.on_device():
+            if torch.equal(inventory.watch.sample(), self._accepted):
+                return False
+        self.is_dirty, self._torn = True, self._torn | _names(inventory)
+        return True
 
     def close(self) -> None:
         """Release everything except the engine itself."""

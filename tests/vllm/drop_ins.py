@@ -3,6 +3,7 @@
 `OBSERVATIONS` are done in the workers: what trainers do there, unchanged.
 """
 
+import ctypes
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -148,7 +149,65 @@ def remove(worker: Any) -> None:
     drop_in.remove(worker)
 
 
-OBSERVATIONS = {"load": load, "load some": load_some, "traces": traces, "remove drop-in": remove}
+KEPT: dict[str, torch.Tensor] = {}
+
+
+def keep(worker: Any) -> None:
+    """Remember what a policy left in every parameter."""
+    KEPT.update({name: each.detach().clone() for name, each in model_of_worker(worker).named_parameters()})
+
+
+def model_of_worker(worker: Any) -> nn.Module:
+    return worker.model_runner.get_model()
+
+
+def copied(worker: Any) -> None:
+    """prime-rl's `quantize_in_weight_transfer`."""
+    with torch.no_grad():
+        for name, parameter in model_of_worker(worker).named_parameters():
+            parameter.copy_(KEPT[name])
+
+
+def copied_in_part(worker: Any) -> None:
+    """The same, which fails after it has written something."""
+    name, parameter = next(iter(model_of_worker(worker).named_parameters()))
+    parameter.data.copy_(KEPT[name])
+    raise ValueError("Kernel weight transfer skipped 1 weights")
+
+
+def written_to(worker: Any) -> None:
+    """As a network card writes: torch does not hear of it."""
+    for name, parameter in model_of_worker(worker).named_parameters():
+        kept, memory = KEPT[name].untyped_storage(), parameter.untyped_storage()
+        ctypes.memmove(memory.data_ptr(), kept.data_ptr(), kept.nbytes())
+
+
+def pulled(worker: Any) -> None:
+    """prime-rl's NIXL: it traces vLLM's loader with tensors that have no memory, then copies into what it has seen."""
+    model = model_of_worker(worker)
+    layerwise.initialize_layerwise_reload(model)
+    model.load_weights([("model.norm.weight", torch.empty_like(KEPT["model.norm.weight"], device="meta"))])
+    copied(worker)
+    layerwise.finalize_layerwise_reload(model, worker.model_runner.model_config)
+
+
+def named(worker: Any) -> None:
+    """vLLM's own call that names live parameters."""
+    with torch.no_grad():
+        worker.reload_weights(weights_iterator=iter(KEPT.items()), is_checkpoint_format=False)
+
+
+PAST = {"copied": copied, "copied in part": copied_in_part, "written to": written_to, "pulled": pulled, "named": named}
+"""Ways past every loader, but for the last one."""
+
+OBSERVATIONS = {
+    "load": load,
+    "load some": load_some,
+    "traces": traces,
+    "remove drop-in": remove,
+    "keep": keep,
+    **PAST,
+}
 
 
 def run_drop_in(layout: str, family: str, model: str) -> dict:
@@ -162,6 +221,7 @@ def try_drop_in(subject: Subject, family: str) -> dict:
     for seed in (1, 2):
         subject.refit(make_policy(family, seed), calibration=calibration)
         states[seed] = subject.state()
+    subject.look("keep")
     placed = subject.look("places")
     found: dict = {"traces": subject.look("traces"), "differ": states[1] != states[2], "ways": {}}
     for index, way in enumerate(WAYS):
@@ -180,6 +240,13 @@ def try_drop_in(subject: Subject, family: str) -> dict:
             one = {"loaded": loaded, "dirty": subject.look("dirty"), "generate": subject.refused(subject.generate)}
             one["healed"] = subject.look("load", family, 1, way)
             found["faults"][f"{way}: {fault}"] = one | {"same": subject.state() == states[1]}
+    found["past"] = {}
+    for way in PAST:
+        one = {"raised": subject.refused(subject.look, way), "dirty": subject.look("dirty")}
+        one["generate"] = subject.refused(subject.generate)
+        one["served"] = [seed for seed in states if not any(one["dirty"]) and subject.live() == states[seed]["live"]]
+        one["healed"] = subject.look("load", family, 1, "layerwise" if way == "pulled" else "buckets")
+        found["past"][way] = one | {"same": subject.state() == states[1]}
     subject.look("load some", family, 2, 3)
     found["cut"] = {"dirty": subject.look("dirty"), "loaded": subject.look("load", family, 1, "buckets")}
     found["cut"]["same"] = subject.state() == states[1]

@@ -97,6 +97,28 @@ def test_a_policy_that_broke_off_is_not_completed_by_the_next(drivers):
         assert driver["healed by a refit"]
 
 
+@pytest.mark.parametrize("way", ["copied", "copied in part", "written to", "pulled"])
+def test_what_writes_past_every_loader_is_refused_by_name_until_it_is_healed(way, drivers):
+    for driver in drivers:
+        found = driver["past"][way]
+        if way == "pulled":
+            assert "model.norm.weight" in found["raised"]["message"], found
+        else:
+            assert "observer.observe wrote live weights past every loader" in found["raised"]["message"], found
+        assert found["dirty"] == [True] * len(found["dirty"])
+        assert found["generate"]["error"] == "EngineDirtyError"
+        assert all("version" in one for one in found["healed"]), found
+        assert found["same"]
+
+
+def test_what_vllms_own_call_writes_to_live_parameters_is_served(drivers):
+    for driver in drivers:
+        found = driver["past"]["named"]
+        assert found["raised"] is None
+        assert found["served"] == [2]
+        assert found["same"]
+
+
 def test_after_a_reload_that_failed_tensors_are_taken_one_by_one(drivers):
     for driver in drivers:
         found = driver["reload"]
