@@ -147,7 +147,7 @@ class Shard(nn.Module):
             weight = torch.full(shape, 0x11, dtype=torch.uint8).view(FP8_DTYPE)
             scale = torch.full([-(-length // 128) for length in shape], 9.0)
             self.register_buffer(f"{key}_scale", scale)
-        self.register_buffer(key, weight)
+        self.register_parameter(key, nn.Parameter(weight, requires_grad=False))
         return Slot(
             name=name,
             full_shape=SHAPES[name],

@@ -38,6 +38,7 @@ from fp8refit.errors import (
 from fp8refit.fill.plan import why_unknown
 from fp8refit.fill.ties import tie_problem
 from fp8refit.live.slots import SOURCE_DTYPES
+from fp8refit.live.storage import has_memory
 from fp8refit.live.turn import DisplacedError
 from fp8refit.ranks.rank import Rank
 from fp8refit.report import RefitReport
@@ -235,7 +236,8 @@ class DropIn:
             target.accept()
 
     def look(self, caller: str) -> None:
-        """Look whether weights were written past `load`. If so, requests are refused until a whole policy is loaded.
+        """Look whether weights were written past `load`. If so, requests are refused until a whole policy is loaded. Every rank
+        calls this together.
 
         Args:
             caller: What was called since the last look.
@@ -243,16 +245,19 @@ class DropIn:
         Raises:
             UnsupportedEngineError: They were.
         """
-        if not self._rank.target.was_written():
+        if self.is_open:
             return
-        self._stream.begin_anew()
-        error = UnsupportedEngineError(
-            f"{caller} wrote live weights past every loader, so fp8refit checked nothing and dropped no caches: requests are "
-            "refused until a whole policy is loaded. Let the trainer send a checkpoint's tensors to load_weights, in BF16 or "
-            "block FP8, or leave out FP8REFIT_DROP_IN"
-        )
-        run(attach_engine(self.owner).engine.refuse(str(error)))
-        raise error
+        try:
+            self._rank.check_untouched(
+                self._config,
+                f"{caller} wrote live weights past every loader, so fp8refit checked nothing and dropped no caches: requests "
+                "are refused until a whole policy is loaded. Let the trainer send a checkpoint's tensors to load_weights, in "
+                "BF16 or block FP8, or leave out FP8REFIT_DROP_IN",
+            )
+        except UnsupportedEngineError as error:
+            self._stream.begin_anew()
+            run(attach_engine(self.owner).engine.refuse(str(error)))
+            raise
 
     def close(self) -> None:
         """Stop taking weights. A policy that has partly arrived leaves the engine dirty."""
@@ -303,7 +308,8 @@ class DropIn:
 
     def _witness(self, tensor: Tensor) -> None:
         """Record some values, so that ranks notice if they were given different policies under the same names."""
-        if self._rank.group.size > 1 and isinstance(tensor, Tensor) and tensor.dtype in SOURCE_DTYPES:
+        is_read = isinstance(tensor, Tensor) and tensor.dtype in SOURCE_DTYPES and has_memory(tensor)
+        if self._rank.group.size > 1 and is_read:
             per_dim = round(_NUM_SAMPLES ** (1 / max(1, tensor.ndim)))
             some = tensor.detach()[tuple(slice(None, None, max(1, size // per_dim)) for size in tensor.shape)]
             self._samples.append(some.to(torch.float32, copy=True).reshape(-1))

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fp8refit.config import Job, RefitConfig
-from fp8refit.errors import EngineDirtyError, TransportError
+from fp8refit.errors import EngineDirtyError, TransportError, UnsupportedEngineError
 from fp8refit.fill.fills import Prepared
 from fp8refit.ranks.agreement import Agreement
 from fp8refit.ranks.scaling import set_kv_scales
@@ -103,6 +103,24 @@ class Rank:
         error, is_held = agreement.attempt(lambda: self.target.holds(tensors, foreign=agreement.names.foreign))
         ballots = agreement.vote("held", error, config, claim=str(is_held))
         return all(ballot.claim == str(True) for ballot in ballots)
+
+    def check_untouched(self, config: RefitConfig, why: str) -> None:
+        """Agree that nobody else has written the weights since the last commit; otherwise every rank is dirty.
+
+        Raises:
+            UnsupportedEngineError: Somebody has, with `why`.
+        """
+
+        def check() -> None:
+            if self.target.was_written():
+                raise UnsupportedEngineError(why)
+
+        try:
+            error, _ = self._agreement.attempt(check)
+            self._agreement.vote("untouched", error, config)
+        except UnsupportedEngineError:
+            self.target.distrust()
+            raise
 
     def check_calibration(self, job: Job, *, driver_error: BaseException | None = None) -> None:
         """Agree that every rank can set KV scales. Changes nothing.

@@ -337,7 +337,8 @@ class Target:
     def forget_values(self) -> None:
         """Note that all weights are lost, as after level-2 sleep: the next refit must bring all of them."""
         self.abandon()
-        self._has_lost_values, self.live.has_constants, self._accepted = True, False, None
+        self._has_lost_values, self.live.has_constants = True, False
+        self._accepted = None
 
     def accept(self) -> None:
         """Remember what the weights hold, for `was_written`."""
@@ -346,14 +347,15 @@ class Target:
                 self._accepted = self.live.read().watch.sample()
 
     def was_written(self) -> bool:
-        """Whether somebody else has written the weights since the last commit. If so, the rank is dirty. Synchronizes."""
+        """Whether somebody else has written the weights since the last commit; False while they are dirty or asleep."""
         if self._accepted is None or self.is_dirty or not are_mapped(inventory := self.live.read()):
             return False
         with self.live.on_device():
-            if torch.equal(inventory.watch.sample(), self._accepted):
-                return False
-        self.is_dirty, self._torn = True, self._torn | _names(inventory)
-        return True
+            return not torch.equal(inventory.watch.sample(), self._accepted)
+
+    def distrust(self) -> None:
+        """Note that somebody else has written the weights: the next refit must bring all of them."""
+        self.is_dirty, self._torn = True, self._torn | _names(self.live.read())
 
     def close(self) -> None:
         """Release everything except the engine itself."""

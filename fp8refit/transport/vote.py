@@ -24,7 +24,7 @@ from fp8refit.live.slots import PartlyRead
 from fp8refit.report import KvReport, RankReport
 from fp8refit.transport.stamps import FilesRead
 
-Phase: TypeAlias = Literal["ready", "names", "prepared", "go", "held", "written", "measured", "scaled"]
+Phase: TypeAlias = Literal["ready", "names", "prepared", "go", "held", "untouched", "written", "measured", "scaled"]
 
 
 class ErrorRecord(BaseModel, frozen=True):

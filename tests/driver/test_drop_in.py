@@ -163,6 +163,45 @@ def test_a_fault_leaves_all_ranks_dirty_and_the_next_policy_heals_them(fault, si
         site.assert_holds(whole, place + 1)
 
 
+def test_a_tensor_without_memory_is_named_on_every_rank(site):
+    policy = site.cluster.make_policy(1)
+    name = list(policy)[-1]
+    outcomes = site.load_policy(policy | {name: policy[name].to("meta")})
+    assert all(isinstance(error, InvalidSourceError) and name in str(error) for error in outcomes[-1]), outcomes[-1]
+    assert site.is_dirty
+
+
+@pytest.mark.parametrize("rank", [0, -1])
+def test_what_one_rank_holds_otherwise_than_it_was_left_is_refused_on_all_until_a_policy_comes(rank, site):
+    policy, whole = site.cluster.make_policy(1), site.cluster.make_policy(2)
+    site.load_policy(policy)
+    assert site.each(lambda drop_in: drop_in.accept()) == [None] * len(site.clients)
+    assert site.each(lambda drop_in: drop_in.look("trainer.update")) == [None] * len(site.clients)
+    written = next(site.cluster.shards[rank].parameters())
+    written.data.view(torch.uint8).view(-1)[0] ^= 1  # nothing in torch notes it
+    outcomes = site.each(lambda drop_in: drop_in.look("trainer.update"))
+    assert all(isinstance(error, UnsupportedEngineError) and "trainer.update wrote" in str(error) for error in outcomes)
+    assert site.is_dirty
+    assert all("trainer.update wrote" in client.blocked for client in site.clients)
+    site.load_policy(dict(reversed(whole.items())))
+    site.assert_holds(whole, 2)
+    assert site.each(lambda drop_in: drop_in.look("trainer.update")) == [None] * len(site.clients)
+
+
+def test_between_two_buckets_and_after_deep_sleep_nobody_looks(site):
+    policy = site.cluster.make_policy(1)
+    assert site.each(lambda drop_in: drop_in.accept()) == [None] * len(site.clients)
+    items = list(policy.items())
+    site.load(items[:1])
+    assert site.each(lambda drop_in: drop_in.look("trainer.update")) == [None] * len(site.clients)
+    site.load(items[1:])
+    site.assert_holds(policy, 1)
+    for target, shard in zip(site.cluster.targets, site.cluster.shards, strict=True):
+        target.forget_values()
+        next(shard.parameters()).data.view(torch.uint8).fill_(0x55)
+    assert site.each(lambda drop_in: drop_in.look("trainer.update")) == [None] * len(site.clients)
+
+
 def test_a_stream_that_breaks_off_is_never_completed_by_another_policy(site, caplog):
     # Cut everywhere, and everywhere the rest of the one and the beginning of the other would be a whole policy.
     first, second = site.cluster.make_policy(1), site.cluster.make_policy(2)

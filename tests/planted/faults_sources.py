@@ -389,4 +389,24 @@ FAULTS = [
         after="pass",
         found_by="tests/driver/test_drop_in.py -k sent_again_as_it_was",
     ),
+    Fault(
+        name="what was written past every loader is not looked for",
+        at="fp8refit/ranks/target.py::Target.commit",
+        before="self.accept()",
+        found_by="tests/driver/test_drop_in.py -k nobody_looks",
+    ),
+    Fault(
+        name="only the rank that was written past its loader refuses requests",
+        at="fp8refit/ranks/rank.py::Rank.check_untouched",
+        before='self._agreement.vote("untouched", error, config)',
+        after="if error is not None:\n    raise error",
+        found_by="tests/driver/test_drop_in.py -k one_rank_holds_otherwise",
+    ),
+    Fault(
+        name="what a trainer's call has written is not looked at",
+        at="adapters/fp8refit_vllm/drop_in.py::call_and_look",
+        before="drop_in is not None and names_parameters(drop_in.owner)",
+        after="drop_in is not None",
+        found_by="tests/vllm/test_drop_in.py -k past_every_loader",
+    ),
 ]

@@ -186,7 +186,8 @@ def pulled(worker: Any) -> None:
     """prime-rl's NIXL: it traces vLLM's loader with tensors that have no memory, then copies into what it has seen."""
     model = model_of_worker(worker)
     layerwise.initialize_layerwise_reload(model)
-    model.load_weights([("model.norm.weight", torch.empty_like(KEPT["model.norm.weight"], device="meta"))])
+    shape = (worker.model_runner.model_config.get_hidden_size(),)
+    model.load_weights([("model.norm.weight", torch.empty(shape, dtype=torch.bfloat16, device="meta"))])
     copied(worker)
     layerwise.finalize_layerwise_reload(model, worker.model_runner.model_config)
 

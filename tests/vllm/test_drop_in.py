@@ -101,10 +101,8 @@ def test_a_policy_that_broke_off_is_not_completed_by_the_next(drivers):
 def test_what_writes_past_every_loader_is_refused_by_name_until_it_is_healed(way, drivers):
     for driver in drivers:
         found = driver["past"][way]
-        if way == "pulled":
-            assert "model.norm.weight" in found["raised"]["message"], found
-        else:
-            assert "observer.observe wrote live weights past every loader" in found["raised"]["message"], found
+        what = "model.norm.weight" if way == "pulled" else "observer.observe wrote live weights past every loader"
+        assert what in found["raised"]["message"], found["raised"]
         assert found["dirty"] == [True] * len(found["dirty"])
         assert found["generate"]["error"] == "EngineDirtyError"
         assert all("version" in one for one in found["healed"]), found
@@ -115,7 +113,9 @@ def test_what_vllms_own_call_writes_to_live_parameters_is_served(drivers):
     for driver in drivers:
         found = driver["past"]["named"]
         assert found["raised"] is None
-        assert found["served"] == [2]
+        assert found["served"] == (
+            [2] if driver["layout"] != "tensor parallel" else []
+        )  # its KV scales are no parameters
         assert found["same"]
 
 
