@@ -38,6 +38,8 @@ def hooks() -> dict[str, Callable[..., Any]]:
 
 def _answer_of(name: str) -> Callable[..., Any]:
     def answer(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+        if name == "begin_weight_update" and _installed:
+            close_session(manager)  # of a trainer that is gone: its policy did not become whole
         try:
             return original(manager, request)
         except RefitError as error:

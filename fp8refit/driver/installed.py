@@ -28,6 +28,10 @@ class Installed:
     def __contains__(self, network: nn.Module) -> bool:
         return hasattr(network, _HELD)
 
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return bool(self._networks)
+
     def add(self, network: nn.Module, drop_in: DropIn | None, load: Callable[..., set[str]]) -> None:
         """Replace the network's `load_weights` by `load`.
 

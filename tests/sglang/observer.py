@@ -124,6 +124,10 @@ def tensor_bytes(scheduler=None) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+def echo(scheduler, said: str) -> str:
+    return said
+
+
 def _model(scheduler) -> torch.nn.Module:
     return scheduler.tp_worker.model_runner.model
 
@@ -152,4 +156,5 @@ OBSERVATIONS = {
     "hidden": hidden,
     "process_state": process_state,
     "tensor_bytes": tensor_bytes,
+    "echo": echo,
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from attacked import run_oracle
+from clients import run_client, run_client_fresh
 from conformance import run_conformance
 from drop_ins import run_drop_in, run_drop_in_off
 from engines import look
@@ -45,6 +46,8 @@ SCENARIOS = {
     "rollouts": run_rollouts,
     "drop-in": run_drop_in,
     "drop-in off": run_drop_in_off,
+    "client": run_client,
+    "client fresh": run_client_fresh,
 }
 SPAWNED = ("refits",)
 """Scenarios with engines whose processes import SGLang anew, as SGLang has it. Those of others are forks, which boot faster."""
