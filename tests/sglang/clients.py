@@ -27,7 +27,8 @@ from fp8refit.live.slots import SCALE_SUFFIX
 from tests.engines.clients import FAMILY, SEEDS, Pairs, try_client
 from tests.serving import free_port
 
-NUM_BUCKETS = 6
+BUCKET = 5
+"""Tensors."""
 REQUESTS = {
     "begin_weight_update": "BeginWeightUpdateReqInput",
     "continue_generation": "ContinueGenerationReqInput",
@@ -94,8 +95,7 @@ class SglangClient:
     def end(self) -> None: ...
 
     def buckets(self, pairs: Pairs) -> Iterator[Pairs]:
-        size = -(-len(pairs) // NUM_BUCKETS)
-        yield from (pairs[start : start + size] for start in range(0, len(pairs), size))
+        yield from (pairs[start : start + BUCKET] for start in range(0, len(pairs), BUCKET))
 
     def look(self) -> dict[str, list]:
         versions = [report["version"] for report in look(self.engine, "last report")]
@@ -145,10 +145,16 @@ class SlimeInStages(Slime):
     """Sources are pipeline stages, which take turns in an order that differs from policy to policy."""
 
     def buckets(self, pairs: Pairs) -> Iterator[Pairs]:
-        half = len(pairs) // 2
-        stages = [list(super(SlimeInStages, self).buckets(stage)) for stage in (pairs[:half], pairs[half:])]
-        for each in zip(*(stages if self.version % 2 else stages[::-1]), strict=True):
-            yield from each
+        last = "model.layers.1."
+        stages = [[pair for pair in pairs if (last in pair[0]) is is_last] for is_last in (False, True)]
+        waiting = [
+            super(SlimeInStages, self).buckets(stage) for stage in (stages if self.version % 2 else stages[::-1])
+        ]
+        while waiting:
+            turn = waiting.pop(0)
+            if (bucket := next(turn, None)) is not None:
+                yield bucket
+                waiting.append(turn)
 
 
 class SlimeDistributed(Slime):
@@ -263,6 +269,7 @@ class Verl(SglangClient):
     package = "verl"
 
     def connect(self) -> None:
+        from sglang.srt.utils import patch_torch
         from torch.distributed.device_mesh import init_device_mesh
         from verl.workers.rollout.sglang_rollout import sglang_rollout
 
@@ -271,6 +278,7 @@ class Verl(SglangClient):
                 "gloo", init_method=f"tcp://127.0.0.1:{free_port()}", world_size=1, rank=0
             )
         sglang_rollout._to_ipc_device = lambda tensor: tensor
+        patch_torch.monkey_patch_torch_reductions = lambda: None  # of CUDA IPC
         self._class, http = sglang_rollout.ServerAdapter, sglang_rollout.AsyncHttpServerAdapter
         server = http.__new__(http)
         server.node_rank = 0
