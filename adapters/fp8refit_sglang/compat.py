@@ -82,6 +82,7 @@ DROP_IN = Seam(
     names=(
         *(in_updater(f"update_weights_from_{source}") for source in ("disk", "distributed", "tensor")),
         f"{_LOADER}.DefaultModelLoader.load_weights_and_postprocess",
+        f"{_IO}.FlushCacheReqInput",
     ),
     without="leave out the drop-in and refit with `Refitter`",
 )
@@ -263,6 +264,11 @@ def has_sessions() -> bool:
     from sglang.srt.managers import io_struct
 
     return hasattr(io_struct, "BeginWeightUpdateReqOutput")
+
+
+def is_flush(request: Any) -> bool:
+    """Whether it is for a scheduler to drop its cache."""
+    return type(request).__name__ == "FlushCacheReqInput"
 
 
 def close_session(manager: Any) -> None:

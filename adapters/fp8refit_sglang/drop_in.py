@@ -12,10 +12,10 @@ from contextlib import ExitStack
 from typing import Any
 
 from fp8refit.driver.drop_in import DropIn, DropInOptions
-from fp8refit.driver.installed import Installed, instead_of
+from fp8refit.driver.installed import Installed, drop_in_of, instead_of
 from fp8refit.errors import RefitError
 from fp8refit.live.slots import FP8_DTYPE
-from fp8refit_sglang.compat import close_session, has_sessions, in_updater, weights_receipt
+from fp8refit_sglang.compat import close_session, has_sessions, in_updater, is_flush, weights_receipt
 from fp8refit_sglang.live_scheduler import Scheduler
 from fp8refit_sglang.worker import rank_of
 
@@ -73,6 +73,13 @@ def install(scheduler: Any) -> None:
         logger.error("fp8refit: %s", error)
         drop_in, load = None, _refuse_with(error)
     _installed.add(network, drop_in, load)
+
+
+def note_flush(scheduler: Any, requests: Iterable[Any]) -> None:
+    """End what has come of a policy when a trainer drops the caches: slime does so before each one, verl and NeMo RL after."""
+    drop_in = drop_in_of(Scheduler(scheduler).model)
+    if drop_in is not None and any(map(is_flush, requests)):
+        drop_in.cut()
 
 
 def remove(scheduler: Any) -> None:

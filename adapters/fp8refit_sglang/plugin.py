@@ -30,6 +30,8 @@ def take_in(original: Callable[..., Any], scheduler: Any, requests: list[Any]) -
     """Wraps the scheduler method that receives requests."""
     if not is_known(scheduler):
         drop_in.install(scheduler)
+    if requests:
+        drop_in.note_flush(scheduler, requests)
     return admit(original, scheduler, requests)
 
 

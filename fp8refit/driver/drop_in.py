@@ -228,6 +228,14 @@ class DropIn:
         finally:
             self._stream.begin_anew()
 
+    def cut(self) -> None:
+        """A trainer has dropped the caches, as before or after a policy: what has come of one belongs to none. Any tensor may
+        begin the next. Every rank calls this together.
+        """
+        if not self._is_marked and (self.is_open or self._rank.target.is_dirty):
+            self._give_up("caches were dropped")
+            self._stream.begin_anew()
+
     def accept(self) -> None:
         """Take what the weights hold now for what they should hold; `look` refuses what others write from now on."""
         target = self._rank.target

@@ -188,6 +188,21 @@ def test_what_one_rank_holds_otherwise_than_it_was_left_is_refused_on_all_until_
     assert site.each(lambda drop_in: drop_in.look("trainer.update")) == [None] * len(site.clients)
 
 
+@pytest.mark.parametrize("is_open", [True, False])
+def test_after_a_cut_any_tensor_begins_the_next_policy(is_open, site):
+    broken, whole = site.cluster.make_policy(1), site.cluster.make_policy(2)
+    items, backwards = list(broken.items()), list(reversed(whole.items()))
+    site.load(items[: len(items) // 2])
+    if not is_open:
+        site.load([("nobody.has", torch.zeros(1))])
+    assert site.is_dirty
+    site.each(lambda drop_in: drop_in.cut())
+    site.load(*([item] for item in backwards))
+    site.assert_holds(whole, 1)
+    site.each(lambda drop_in: drop_in.cut())
+    site.assert_holds(whole, 1)
+
+
 def test_between_two_buckets_and_after_deep_sleep_nobody_looks(site):
     policy = site.cluster.make_policy(1)
     assert site.each(lambda drop_in: drop_in.accept()) == [None] * len(site.clients)
