@@ -17,6 +17,13 @@ def test_the_transformers_loop_serves_every_version():
     assert [line.split(":")[0] for line in lines] == ["version 1", "version 2", "version 3"]
 
 
+def test_a_weight_synchronizer_for_nemo_rl_refits_and_says_what_failed():
+    script = str(EXAMPLES / "nemo_rl_synchronizer.py")
+    lines = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines[:3] == [f"version {version}, stale: False" for version in (1, 2, 3)]
+    assert lines[3].startswith("refused, stale: True: weight sync failed: NaN or Inf in 1 tensor(s): lm_head.weight")
+
+
 def test_an_fsdp_trainer_keeps_the_engine_of_its_first_rank_up_to_date():
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     result = subprocess.run(
