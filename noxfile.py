@@ -146,7 +146,9 @@ def install_vllm_of(session: nox.Session, version: str, torch: str | None = None
 
 
 def install_sglang(session: nox.Session, version: str) -> None:
-    session.install("-r", f"tests/sglang/requirements-{version}.txt", "-e", ".[transformers]", *group("test"))
+    """A version, with the requirements of the one next to it that the tests pin."""
+    pinned = max((each for each in SGLANG if numbers(each) <= numbers(version)), key=numbers)
+    session.install("-r", f"tests/sglang/requirements-{pinned}.txt", "-e", ".[transformers]", *group("test"))
     # Alone: they ask for CUDA builds of torch and for kernels, which tests/sglang has stubs for.
     session.install("--no-deps", f"sglang=={version}", TORCHVISION)
 
@@ -288,15 +290,13 @@ def matrix_vllm(session: nox.Session, version: str) -> None:
 @nox.session
 @nox.parametrize("version", list(MATRIX["sglang"]))
 def matrix_sglang(session: nox.Session, version: str) -> None:
-    """One version of SGLang, its kernels stubbed, with the requirements of the version next to it that the tests pin."""
-    pinned = max((each for each in SGLANG if numbers(each) <= numbers(version)), key=numbers)
-    session.install("-r", f"tests/sglang/requirements-{pinned}.txt", "-e", ".[transformers]", *group("test"))
-    session.install("--no-deps", f"sglang=={version}", TORCHVISION)
+    """One version of SGLang, its kernels stubbed."""
+    install_sglang(session, version)
     run_matrix(session, "sglang")
 
 
 def numbers(version: str) -> list[int]:
-    return [int(number) for number in version.split(".")]
+    return [int(number) for number in version.split(".")[:3]]
 
 
 def run_matrix(session: nox.Session, engine: str, out: str = "benchmarks/results/matrix.json", *options: str) -> None:

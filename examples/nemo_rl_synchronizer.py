@@ -19,17 +19,17 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from fp8refit import RefitError, Refitter
 
 try:
-    from nemo_rl.weight_sync.interfaces import WeightSynchronizer
+    from nemo_rl.weight_sync.interfaces import WeightSynchronizer  # type: ignore[import-not-found]
 except ImportError:
     WeightSynchronizer = object
 
 
-class RefitSynchronizer(WeightSynchronizer):
+class RefitSynchronizer(WeightSynchronizer):  # type: ignore[misc]
     """Refits an engine with the policy's weights, all or nothing."""
 
     def __init__(self, weights: Callable[[], Mapping[str, Tensor]], engine: Any, **options: Any) -> None:
         self._weights, self._engine, self._options = weights, engine, options
-        self._refitter: Refitter | None = None
+        self._refitter: Refitter
         self._is_stale = True
 
     def init_communicator(self) -> None:
