@@ -232,7 +232,7 @@ class DropIn:
         """A trainer has dropped the caches, as before or after a policy: what has come of one belongs to none. Any tensor may
         begin the next. Every rank calls this together.
         """
-        if not self._is_marked and (self.is_open or self._rank.target.is_dirty):
+        if not self._is_marked:
             self._give_up("caches were dropped")
             self._stream.begin_anew()
 

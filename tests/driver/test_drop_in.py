@@ -772,6 +772,14 @@ def test_a_tied_tensor_may_come_under_either_name_alone(name, tied):
         tied.assert_holds(policy, version)
 
 
+def test_after_a_cut_a_second_name_begins_the_next_policy(tied):
+    for version, (name, policy) in enumerate(zip((HEAD, EMBED), tied.policies, strict=True), start=1):
+        items = [(name if each == EMBED else each, tensor) for each, tensor in policy.items()]
+        tied.load(dict(items))
+        tied.assert_holds(policy, version)
+        tied.drop_in.cut()
+
+
 @pytest.mark.parametrize(("first", "last"), [((EMBED,), (HEAD,)), ((EMBED, HEAD), ()), ((HEAD, EMBED), ())])
 @pytest.mark.parametrize("are_together", [True, False])
 def test_a_tied_tensor_that_differs_under_its_second_name_is_an_error(are_together, first, last, tied):

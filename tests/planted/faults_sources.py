@@ -409,4 +409,11 @@ FAULTS = [
         after="drop_in is not None",
         found_by="tests/vllm/test_drop_in.py -k past_every_loader",
     ),
+    Fault(
+        name="what a trainer has left is completed by one that drops the caches first",
+        at="fp8refit/driver/drop_in.py::DropIn.cut",
+        before='self._give_up("caches were dropped")\nself._stream.begin_anew()',
+        after="pass",
+        found_by="tests/driver/test_drop_in.py -k after_a_cut",
+    ),
 ]

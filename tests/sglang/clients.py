@@ -66,7 +66,10 @@ class SglangClient:
     async def answer(self, route: str, fields: dict) -> None:
         manager = self.engine.tokenizer_manager
         if route == "flush_cache":
-            await manager.flush_cache()
+            while not (
+                await manager.flush_cache()
+            ).success:  # they all ask again: a scheduler notices later that it is idle
+                await asyncio.sleep(0.05)
             return
         call, kind = getattr(manager, route), getattr(io_struct, REQUESTS[route])
         request = (None,) if "request" in inspect.signature(call).parameters else ()
@@ -238,7 +241,10 @@ class MilesDistributed(Miles, SlimeDistributed):
 
 
 class NemoRl(SglangClient):
-    """Buckets of one dtype each; nothing stops the engine meanwhile."""
+    """Buckets of one dtype each."""
+
+    def begin(self) -> None:
+        self.post("flush_cache")  # as it releases the engine's memory before a training step
 
     def send(self, bucket: Pairs) -> None:
         for dtype in dict.fromkeys(tensor.dtype for _, tensor in bucket):
@@ -298,6 +304,7 @@ class Verl(SglangClient):
         self._trainer._init_server_adapter = connected
 
     def push(self, pairs: Pairs) -> None:
+        self.post("flush_cache")  # as it releases the engine's memory before a training step
         self.run(self._class.update_weights(self._trainer, iter(pairs)))
 
     def leave(self, pairs: Pairs) -> None:
