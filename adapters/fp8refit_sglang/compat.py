@@ -266,11 +266,6 @@ def has_sessions() -> bool:
     return hasattr(io_struct, "BeginWeightUpdateReqOutput")
 
 
-def is_flush(request: Any) -> bool:
-    """Whether it is for a scheduler to drop its cache."""
-    return type(request).__name__ == "FlushCacheReqInput"
-
-
 def close_session(manager: Any) -> None:
     """Mark the weight update as ended, so that the next one can begin."""
     if hasattr(manager, "_session"):

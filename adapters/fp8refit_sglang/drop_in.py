@@ -15,7 +15,7 @@ from fp8refit.driver.drop_in import DropIn, DropInOptions
 from fp8refit.driver.installed import Installed, drop_in_of, instead_of
 from fp8refit.errors import RefitError
 from fp8refit.live.slots import FP8_DTYPE
-from fp8refit_sglang.compat import close_session, has_sessions, in_updater, is_flush, weights_receipt
+from fp8refit_sglang.compat import close_session, has_sessions, in_updater, weights_receipt
 from fp8refit_sglang.live_scheduler import Scheduler
 from fp8refit_sglang.worker import rank_of
 
@@ -78,7 +78,7 @@ def install(scheduler: Any) -> None:
 def note_flush(scheduler: Any, requests: Iterable[Any]) -> None:
     """End what has come of a policy when a trainer drops the caches: slime does so before each one, verl and NeMo RL after."""
     drop_in = drop_in_of(Scheduler(scheduler).model)
-    if drop_in is not None and any(map(is_flush, requests)):
+    if drop_in is not None and any(type(request).__name__ == "FlushCacheReqInput" for request in requests):
         drop_in.cut()
 
 
