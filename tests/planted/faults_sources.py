@@ -393,7 +393,7 @@ FAULTS = [
         name="what was written past every loader is not looked for",
         at="fp8refit/ranks/target.py::Target.commit",
         before="self.accept()",
-        found_by="tests/driver/test_drop_in.py -k nobody_looks",
+        found_by="tests/driver/test_drop_in.py -k one_rank_holds_otherwise",
     ),
     Fault(
         name="only the rank that was written past its loader refuses requests",
