@@ -11,7 +11,7 @@ import torch
 from fp8refit.errors import CheckpointError
 from fp8refit.fill.plan import are_unneeded
 from fp8refit.fill.ties import untied
-from fp8refit.live.formats import BlockFormat, quantization_config
+from fp8refit.live.formats import BlockFormat, Container, quantization_config
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.names import is_not_a_weight
 from fp8refit.live.slots import (
@@ -45,6 +45,8 @@ class Output:
     """None if it is copied."""
     written: tuple[str, ...]
     """Names it is stored under; see `Inventory.written_as`."""
+    container: Container = Container.FP8
+    """Where it is stored."""
 
     @property
     def num_source_bytes(self) -> int:
@@ -66,7 +68,7 @@ class Output:
         for name, *_ in stored_as(self.written, self.source.shape):
             yield name
             if self.format is not None:
-                yield name + SCALE_SUFFIX
+                yield name + self.container.scale_suffix
 
 
 def select(source: SafetensorsSource, config: Mapping[str, Any], *, takes_stacks: bool) -> dict[str, TensorMeta]:
@@ -221,7 +223,8 @@ def quantization_of(outputs: list[Output]) -> dict[str, object]:
         and len(output.source.shape) == 2
         and not EMBEDDING.search(output.name)
     ]
-    return quantization_config(next(iter(formats.values()), None), kept)
+    container = outputs[0].container if outputs else Container.FP8
+    return quantization_config(next(iter(formats.values()), None), kept, container)
 
 
 def plan_shards(outputs: list[Output], max_shard_bytes: int) -> dict[str, list[Output]]:

@@ -9,6 +9,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ from fp8refit.checkpoint.outputs import (
 from fp8refit.checkpoint.whole_folder import CONFIG_NAME, becoming, free_place, naming
 from fp8refit.errors import CheckpointError, NonFiniteError
 from fp8refit.kernels import quantize_matrix
-from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.formats import BlockFormat, Container, ScaleFormat
 from fp8refit.live.layout import EngineLayout
-from fp8refit.live.slots import SCALE_SUFFIX, stored_as
+from fp8refit.live.slots import stored_as
 from fp8refit.sources.checkpoints import SafetensorsSource
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
@@ -64,13 +65,15 @@ def quantize_checkpoint(
     like: EngineLayout | None = None,
     scale_format: ScaleFormat = ScaleFormat.FP32,
     block_size: tuple[int, int] = (128, 128),
+    container: Container = Container.FP8,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     on_progress: Callable[[int, int], None] | None = None,
     device: torch.device | None = None,
 ) -> CheckpointReport:
     """Write a Hugging Face checkpoint as block FP8.
 
-    Linear weights become E4M3 codes under their own name and float32 scales under `..._scale_inv`; the rest is copied.
+    Linear weights become E4M3 codes under their own name and float32 scales under the container's, by default `..._scale_inv`;
+    the rest is copied.
     fp32 is rounded to BF16 first, as in `refit`. The LM head of a tied model is left out. Peak memory: one shard of the
     result, the copy that safetensors writes, and one source tensor with the quantizer's fp32 workspace.
 
@@ -79,10 +82,11 @@ def quantize_checkpoint(
         dst: Folder to write. It must not exist, or be empty. An empty folder is kept, since it may be the current folder,
             a mount or the target of a link.
         like: Layout of the engine that will boot from the result (`fp8refit inspect --json`). What it holds as block FP8
-            is quantized in its slot's format and block size, and nothing else; `scale_format` and `block_size` are
-            ignored. Without it, every 2-D `*_proj.weight` and expert weight is quantized.
+            is quantized in its slot's format and block size, and nothing else; `scale_format`, `block_size` and
+            `container` are ignored. Without it, every 2-D `*_proj.weight` and expert weight is quantized.
         scale_format: Format of every scale.
         block_size: Rows and columns of one block.
+        container: Whose names scales get, and what config.json says.
         max_shard_bytes: Size at which a new file begins. A larger tensor gets a file of its own.
         on_progress: Called after every tensor with source bytes done and total source bytes.
         device: Where to quantize. By default CUDA if available, else the CPU. The bytes are the same.
@@ -107,7 +111,8 @@ def quantize_checkpoint(
         block_format = BlockFormat(scale_format=scale_format, block_size=block_size)
         outputs = [output_by_name(name, meta, block_format) for name, meta in metadata.items()]
     else:
-        outputs = outputs_like(like, metadata)
+        outputs, container = outputs_like(like, metadata), like.container
+    outputs = [replace(output, container=container) for output in outputs]
     quantization = quantization_of(outputs)
     check_quantizable(outputs)
     if all(output.format is None for output in outputs):
@@ -195,7 +200,8 @@ def _convert(output: Output, tensor: Tensor, device: torch.device) -> dict[str, 
         for name, start, shape in stored_as(output.written, tuple(tensor.shape)):
             part = tensor[start[0], start[1] : start[1] + shape[0]] if len(shape) < tensor.ndim else tensor
             codes, scale = _quantized(part, output.format)
-            written |= {name: codes.cpu(), name + SCALE_SUFFIX: scale.cpu()}
+            stored = scale.cpu().reshape(output.container.shape_of(scale.shape))
+            written |= {name: codes.cpu(), name + output.container.scale_suffix: stored}
         return written
     values = tensor.to(output.dtype)
     is_narrow = values.is_floating_point() and values.itemsize == 1  # torch.isfinite does not support these

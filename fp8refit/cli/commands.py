@@ -32,7 +32,7 @@ from fp8refit.config import RefitConfig
 from fp8refit.driver.adapters import find_adapter
 from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import CheckpointError, RefitError, UnsupportedEngineError
-from fp8refit.live.formats import ScaleFormat
+from fp8refit.live.formats import Container, ScaleFormat
 from fp8refit.live.layout import EngineLayout
 
 if TYPE_CHECKING:
@@ -118,6 +118,9 @@ def quantize(
     scale_format: Annotated[
         ScaleFormat, typer.Option(help="Format of every scale, unless a layout says otherwise.")
     ] = ScaleFormat.FP32,
+    container: Annotated[
+        Container, typer.Option(help="Whose names and config.json the checkpoint has, unless a layout says otherwise.")
+    ] = Container.FP8,
     as_json: AsJson = False,
 ) -> None:
     """Write the block-FP8 checkpoint that an engine can boot from, with the bytes that a refit would write."""
@@ -125,7 +128,9 @@ def quantize(
 
     layout = _read_layout(like) if like is not None else None
     with ended_in_order(), byte_progress("quantize") as on_progress:
-        report = quantize_checkpoint(src, dst, like=layout, scale_format=scale_format, on_progress=on_progress)
+        report = quantize_checkpoint(
+            src, dst, like=layout, scale_format=scale_format, container=container, on_progress=on_progress
+        )
     write_result(report, partial(show_fields, title=str(dst)), as_json=as_json)
 
 

@@ -16,6 +16,11 @@ WHOLE = 2**31 - 1
 """A side of a block that is as long as the matrix: `(1, WHOLE)` is one scale per row, `(WHOLE, WHOLE)` one for all."""
 
 
+SCALE_SUFFIX = "_scale_inv"
+"""A block-FP8 checkpoint stores the scales of `X`, the multipliers that dequantize it, as `X_scale_inv`. Here, they have this
+name in every container."""
+
+
 class Codes(StrEnum):
     """What stands for one value."""
 
@@ -136,22 +141,81 @@ class BlockFormat:
         return f"{self.scale_format} scales per {rows}x{columns} block"
 
 
-def quantization_config(block_format: BlockFormat | None = None, kept: Iterable[str] = ()) -> dict[str, object]:
+class Container(StrEnum):
+    """What a checkpoint says of its format, and how it names and shapes scales of blocks. Their values are the same in each."""
+
+    FP8 = "fp8"
+    """DeepSeek's: `..._scale_inv`."""
+    COMPRESSED_TENSORS = "compressed-tensors"
+    """`..._scale`."""
+    MODELOPT = "modelopt"
+    """`..._scale`, of shape (rows, 1, columns, 1)."""
+
+    @property
+    def scale_suffix(self) -> str:
+        """What follows the name of a weight in that of its scales."""
+        match self:
+            case Container.FP8:
+                return SCALE_SUFFIX
+            case Container.COMPRESSED_TENSORS | Container.MODELOPT:
+                return "_scale"
+            case _:
+                assert_never(self)
+
+    def shape_of(self, scale: Sequence[int]) -> tuple[int, ...]:
+        """The shape in which scales of some rows and columns are stored."""
+        match self:
+            case Container.FP8 | Container.COMPRESSED_TENSORS:
+                return tuple(scale)
+            case Container.MODELOPT:
+                return tuple(size for side in scale for size in (side, 1))
+            case _:
+                assert_never(self)
+
+
+def quantization_config(
+    block_format: BlockFormat | None = None, kept: Iterable[str] = (), container: Container = Container.FP8
+) -> dict[str, object]:
     """Return what `config.json` says in checkpoints of a format, by default block FP8. Modules in `kept` are not quantized."""
-    block_format = block_format or BlockFormat()
+    block_format, names = block_format or BlockFormat(), list(dict.fromkeys(kept))
     match block_format.codes:
         case Codes.E4M3:
-            code_format = "e4m3"
+            pass
         case _:
             assert_never(block_format.codes)
     match block_format.scale_format:
         case ScaleFormat.FP32 | ScaleFormat.UE8M0 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_RECIPROCAL:
-            return {
-                "quant_method": "fp8",
-                "fmt": code_format,
-                "activation_scheme": "dynamic",
-                "weight_block_size": list(block_format.block_size),
-                "modules_to_not_convert": list(dict.fromkeys(kept)),
-            }
+            return _config_of_fp8(block_format.block_size, names, container)
         case _:
             assert_never(block_format.scale_format)
+
+
+def _config_of_fp8(block_size: tuple[int, int], kept: list[str], container: Container) -> dict[str, object]:
+    """As vLLM's `Fp8Config`, `CompressedTensorsConfig` and `ModelOptFp8Config` read it."""
+    match container:
+        case Container.FP8:
+            return {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": list(block_size),
+                "modules_to_not_convert": kept,
+            }
+        case Container.COMPRESSED_TENSORS:
+            common = {"num_bits": 8, "type": "float", "symmetric": True}
+            weights = {**common, "strategy": "block", "block_structure": list(block_size), "dynamic": False}
+            activations = {**common, "strategy": "group", "group_size": block_size[1], "dynamic": True}
+            group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+            return {
+                "quant_method": "compressed-tensors",
+                "format": "float-quantized",
+                "quantization_status": "compressed",
+                "config_groups": {"group_0": group},
+                "ignore": kept,
+            }
+        case Container.MODELOPT:
+            # vLLM also leaves out what a plain name is a part of: `mlp.gate` would leave out `mlp.gate_up_proj`.
+            exactly = [f"{name[:-1]}[{name[-1]}]" for name in kept]
+            return {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "ignore": exactly}
+        case _:
+            assert_never(container)

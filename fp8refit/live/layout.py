@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from pydantic import BaseModel, PositiveInt, field_validator
 
-from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.formats import BlockFormat, Container, ScaleFormat
 from fp8refit.live.names import is_kv_scale
 from fp8refit.live.slots import Inventory, KvCache, Slot, Stacked, dtype_name
 
@@ -105,6 +105,8 @@ class EngineLayout(BaseModel, frozen=True):
     """Checkpoint names that a source may send but no slot takes; see `Inventory.unneeded`."""
     stacked: tuple[Stacked, ...] = ()
     """Tensors that hold the weights of all experts of a layer, which a source may send instead of single experts."""
+    container: Container = Container.FP8
+    """Of checkpoints from which the engine boots."""
     written_as: dict[str, tuple[str, ...]] = {}
     """Names under which a weight with block scales is written; see `Inventory.written_as`."""
     refusals: tuple[str, ...]
@@ -126,6 +128,7 @@ class EngineLayout(BaseModel, frozen=True):
             aliases={name: slot for name, slot in inventory.aliases.items() if not is_kv_scale(name)},
             unneeded=tuple(name for name in inventory.unneeded if not is_kv_scale(name)),
             stacked=inventory.stacked,
+            container=inventory.container,
             written_as=dict(inventory.written_as),
             kv=None if inventory.kv is None else KvLayout.of(inventory.kv),
             refusals=tuple(str(refusal) for refusal in inventory.refusals),

@@ -8,6 +8,7 @@ _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module|base_layer)\."
 )
 _PREFIXES = ("base_model.model.",)
+_SCALE = re.compile(r"(?:^|\.)\w*weight_scale$")
 _ADAPTER = re.compile(r"(?:^|\.)lora_\w+")
 _NOT_WEIGHTS = re.compile(r"(?:^|\.)rotary_emb\.(?:inv_freq|original_inv_freq|cos_cached|sin_cached)$")
 
@@ -19,7 +20,8 @@ _EXPERTS = re.compile(r"(.+\.experts)\.(?:\d+\..+|[a-z]\w*)$")
 
 @lru_cache(maxsize=1 << 17)
 def strip_wrappers(name: str) -> str:
-    """Remove the prefixes of torch.compile, FSDP, DDP and PEFT, leaving the Hugging Face checkpoint name.
+    """Remove the prefixes of torch.compile, FSDP, DDP and PEFT, leaving the Hugging Face checkpoint name. Scales get one name,
+    whatever the checkpoint's container; see `name_of_scale`.
 
     >>> strip_wrappers("module._orig_mod.model.layers.0._fsdp_wrapped_module.mlp.up_proj.weight")
     'model.layers.0.mlp.up_proj.weight'
@@ -31,7 +33,16 @@ def strip_wrappers(name: str) -> str:
     name.encode()
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
-    return name
+    return name_of_scale(name)
+
+
+def name_of_scale(name: str) -> str:
+    """The name for a weight's scale that is also a block-FP8 checkpoint's: compressed-tensors and ModelOpt have another.
+
+    >>> name_of_scale("model.layers.0.mlp.up_proj.weight_scale")
+    'model.layers.0.mlp.up_proj.weight_scale_inv'
+    """
+    return f"{name}_inv" if _SCALE.search(name) is not None else name
 
 
 def is_not_a_weight(name: str) -> bool:

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from fp8refit.live import formats
-from fp8refit.live.formats import BlockFormat
+from fp8refit.live.formats import SCALE_SUFFIX as SCALE_SUFFIX
+from fp8refit.live.formats import BlockFormat, Container
 from fp8refit.live.parameters import LiveTensor, Watch
 
 FP8_DTYPE = torch.float8_e4m3fn
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SCALE_SUFFIX = "_scale_inv"
-"""A block-FP8 checkpoint stores the scales of `X`, the multipliers that dequantize it, as `X_scale_inv`."""
 
 
 @cache
@@ -287,6 +286,8 @@ class Inventory:
     """Tensors that hold the weights of all experts of a layer, which a source may send instead of single experts."""
     buffers: frozenset[str] = frozenset()
     """Checkpoint names of buffers, which a model's `named_parameters()` leaves out."""
+    container: Container = Container.FP8
+    """Of checkpoints from which the engine boots."""
     written_as: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Names under which to write weights with block scales if the engine's loader takes no scales under their own names: one
     name, or one for each part of an expert's rows, with `{}` for the expert's number. Empty if the loader takes none at all.

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from fp8refit.errors import InvalidSourceError
+from fp8refit.live.formats import SCALE_SUFFIX
 from fp8refit.live.names import strip_wrappers
 from fp8refit.live.slots import TensorMeta
 from fp8refit.sources.files import SafetensorsFile, StoredTensor, Threads
@@ -51,6 +52,8 @@ class SafetensorsSource:
                 if name in self.stored:
                     problems.append(f"{name}: stored twice, the second time in {file.path.name}")
                     continue
+                if name.endswith(SCALE_SUFFIX) and tensor.meta.ndim == 4:
+                    tensor.meta = tensor.meta[:, 0, :, 0]  # see `Container.MODELOPT`
                 self.stored[name] = tensor
         self.metadata = {name: TensorMeta.of(tensor.meta) for name, tensor in self.stored.items()}
         self.problems = tuple(problems)

@@ -4,6 +4,7 @@ import json
 import re
 import resource
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 from fp8refit import InvalidSourceError, NonFiniteError, quantize_blockwise
 from fp8refit.checkpoint import quantize, quantize_checkpoint
 from fp8refit.errors import CheckpointError
-from fp8refit.live.formats import ScaleFormat
+from fp8refit.live.formats import Container, ScaleFormat
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.slots import FP8_DTYPE, Stacked
 from fp8refit.sources.source import as_source
@@ -136,6 +137,36 @@ def test_config_is_what_vllm_reads(src, dst):
         "modules_to_not_convert": ["lm_head", f"{LAYER}.mlp.gate"],
     }
     assert config == CONFIG
+
+
+@pytest.mark.parametrize("container", Container)
+def test_every_container_has_the_same_bytes_under_its_names(container, src, dst):
+    report = quantize_checkpoint(src, dst, container=container)
+    written, weights = read_shards(dst), load_file(src / "model.safetensors")
+    suffix = {"fp8": "_scale_inv"}.get(container, "_scale")
+    assert written.keys() == weights.keys() | {name + suffix for name in QUANTIZED}
+    for name in QUANTIZED:
+        scale = written.pop(name + suffix)
+        rows, columns = (-(-size // 128) for size in weights[name].shape)
+        assert scale.shape == ((rows, 1, columns, 1) if container == "modelopt" else (rows, columns))
+        assert_quantized(written | {f"{name}_scale_inv": scale.reshape(rows, columns)}, name, weights[name])
+    index = read_json(dst / "model.safetensors.index.json")
+    assert index["weight_map"].keys() == read_shards(dst).keys()
+    assert report.bytes_written == index["metadata"]["total_size"]
+    config = read_json(dst / "config.json")["quantization_config"]
+    assert config["quant_method"] == container
+
+
+def test_what_is_left_out_is_named_so_that_vllm_leaves_out_nothing_else(src, dst, tmp_path):
+    quantize_checkpoint(src, dst, container=Container.COMPRESSED_TENSORS)
+    kept = ["lm_head", f"{LAYER}.mlp.gate"]
+    assert read_json(dst / "config.json")["quantization_config"]["ignore"] == kept
+    quantize_checkpoint(src, tmp_path / "other", container=Container.MODELOPT)
+    patterns = read_json(tmp_path / "other" / "config.json")["quantization_config"]["ignore"]
+    # vLLM leaves out what a pattern is a part of, and what one matches.
+    for name, pattern in zip(kept, patterns, strict=True):
+        assert fnmatch(name, pattern)
+        assert not fnmatch(f"{name}_up_proj", pattern) and pattern not in f"{name}_up_proj"
 
 
 def test_other_files_are_copied_and_other_weights_are_not(src, dst):
