@@ -37,8 +37,8 @@ def twin_of(config: Any, load_config: Any, *, num_ranks: int) -> Twin | Refusal:
         namings = namings_of(plain_config(config.model_path, config.hf_config, overrides, **options))
         mode = EmptyOnMeta()
         with _built(config, load_config, mode) as (model, quantization):
-            stored = format_stored(quantization)
-            return trace_as_named(model, namings, num_ranks=num_ranks, stored=stored, build=build, mode=mode)
+            options = format_stored(quantization, model)
+            return trace_as_named(model, namings, num_ranks=num_ranks, build=build, mode=mode, **options)
 
     return twin_or_refusal(config.hf_config, trace)
 

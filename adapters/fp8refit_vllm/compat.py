@@ -286,8 +286,10 @@ def draft_method(config: Any) -> str | None:
 
 
 def linear_kernel(module: nn.Module) -> object | None:
-    """The kernel object of a block-FP8 linear layer."""
-    return getattr(getattr(module, "quant_method", None), "fp8_linear", None)
+    """The kernel object of a block-FP8 linear layer, wherever its container has it."""
+    places = ("scheme", "fp8_linear"), ("quant_method", "fp8_linear"), ("quant_method", "kernel")
+    kernels = (getattr(getattr(module, holder, None), name, None) for holder, name in places)
+    return next((kernel for kernel in kernels if kernel is not None), None)
 
 
 def wants_powers_of_two(kernel: object | None) -> bool:

@@ -4,6 +4,8 @@ from typing import Any
 
 from torch import nn
 
+from fp8refit.live.names import name_of_scale
+from fp8refit.live.slots import SCALE_SUFFIX
 from fp8refit.tracing.rules import Kernel, Why
 from fp8refit_vllm.compat import block_format
 
@@ -52,10 +54,11 @@ def sync_experts(module: Any) -> None:
     The kernel reads scales through `moe_quant_config`, which points to other tensors after vLLM's own reload.
     FlashInfer clamps scales to at least 1e-10 at boot.
     """
+    held = [tensor for name, tensor in module._parameters.items() if name_of_scale(name).endswith(SCALE_SUFFIX)]
     if experts_backend(module) == "FLASHINFER_CUTLASS":
-        for scale in (module.w13_weight_scale_inv, module.w2_weight_scale_inv):
+        for scale in held:
             scale.data.clamp_(min=_LEAST_FLASHINFER_SCALE)
     config = module.quant_method.moe_quant_config
-    for scale, live in ((config.w1_scale, module.w13_weight_scale_inv), (config.w2_scale, module.w2_weight_scale_inv)):
+    for scale, live in zip((config.w1_scale, config.w2_scale), held, strict=True):
         if scale is not None and scale.data_ptr() != live.data_ptr():
             scale.copy_(live)

@@ -39,8 +39,8 @@ def twin_of(config: Any) -> Twin | Refusal:
     def trace() -> Twin | None:
         namings, mode = namings_of(_plain_config(config.model_config)), EmptyOnMeta()
         with build(mode) as model:
-            num_ranks, stored = config.parallel_config.world_size, format_stored(config.quant_config)
-            options = {"num_ranks": num_ranks, "stored": stored, "build": build, "mode": mode}
+            options = {"num_ranks": config.parallel_config.world_size, "build": build, "mode": mode}
+            options |= format_stored(config.quant_config, model)
             return trace_as_named(model, namings, **options)
 
     return twin_or_refusal(config.model_config.hf_config, trace)

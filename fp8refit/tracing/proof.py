@@ -31,7 +31,7 @@ from fp8refit.tracing.kinds import Place, kinds_of
 from fp8refit.tracing.random_values import RandomValues
 from fp8refit.tracing.reading import Held, Reading, twin_name
 from fp8refit.tracing.rules import KernelRules
-from fp8refit.tracing.stored import TWO_HALVES
+from fp8refit.tracing.stored import TWO_HALVES, own_name
 from fp8refit.tracing.twin import EmptyOnMeta, Twin, named_tensors
 
 _READ_AS_NUMBER = 4096
@@ -210,7 +210,7 @@ class _Trial:
             clone.__dict__ = {**module.__dict__, "_parameters": {}, "_buffers": {}}
             for kind in ("_parameters", "_buffers"):
                 for key, tensor in getattr(module, kind).items():
-                    name = twin_name(prefix, key.removesuffix(SCALE_SUFFIX))
+                    name = twin_name(prefix, own_name(module, key).removesuffix(SCALE_SUFFIX))
                     if tensor is not None and self._twin.firsts.get(name) in self._names:
                         place = tensor.data_ptr(), tensor.shape, tensor.stride()
                         if place not in places:
@@ -248,6 +248,7 @@ class _Trial:
         """Return a policy for the slots, and what a checkpoint with the same values holds for these tensors."""
         policy: dict[str, Tensor] = {}
         given: dict[str, Tensor] = {}
+        container = self._twin.container
         used = set().union(*(self._proof.made_of.get(name, ()) for name in self._names))
         for name, meta in self._twin.naming.tensors.items():
             slots = self._slots.get(name, [])
@@ -261,7 +262,9 @@ class _Trial:
                     given[spelled] = _box(codes, start, part)
                     blocks = block_format.block_at(start)
                     assert blocks is not None, f"{spelled=} {start=}"
-                    given[spelled + SCALE_SUFFIX] = _box(scales, blocks, block_format.scale_shape(part))
+                    shape = block_format.scale_shape(part)
+                    scale = _box(scales, blocks, shape).reshape(container.shape_of(shape))
+                    given[spelled + container.scale_suffix] = scale
             elif slots or name in used or prod(meta.shape) <= _READ_AS_NUMBER:
                 kind = next((kind for kind in _EXACT.values() if name in self._exact[kind]), "any")
                 given[name] = self._random.make(kind, meta.shape)

@@ -32,10 +32,12 @@ from fp8refit.tracing.staged import Staged, fault_of_recipe
 from fp8refit.tracing.stored import (
     TWO_HALVES,
     are_matrices,
+    as_matrix,
     block_rows,
     blocks_of,
     box_of,
     matrices,
+    own_name,
     why_not_stored,
     with_halves_swapped,
 )
@@ -96,9 +98,10 @@ class Reading:
             who = f"`{objection.source}` " if objection.source else ""
             self._reasons.setdefault(objection.parameter, f"{who}{objection.reason}")
         self._live = {
-            twin_name(prefix, name): tensor.data
+            twin_name(prefix, name): as_matrix(name, tensor.data)
             for prefix, module in modules
-            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            for key, tensor in (*module._parameters.items(), *module._buffers.items())
+            for name in [own_name(module, key)]
             if tensor is not None
         }
         filled = {*self._copies, *self._computed, *self._reasons}
@@ -178,6 +181,7 @@ class Reading:
             unneeded=(*unused, *(name for name, first in naming.aliases.items() if first in unused), *naming.beside),
             stacked=stacked,
             buffers=naming.buffers,
+            container=self._twin.container,
             written_as=self._twin.written_as,
             partly_read={} if self._twin.is_alone else partly,
             rounds_once=any(slot.weight.is_cuda for slot in self._slots),
@@ -207,7 +211,7 @@ class Reading:
 
     def _own_tensors(self, prefix: str, module: nn.Module) -> dict[str, Tensor]:
         """Return the parameters of `module`, and its buffers that the loader writes."""
-        own = {name: t.data for name, t in module._parameters.items() if t is not None}
+        own = {own_name(module, name): t.data for name, t in module._parameters.items() if t is not None}
         written = self._copies.keys() | self._computed.keys() | self._reasons.keys()
         loaded = ((name, t) for name, t in module._buffers.items() if twin_name(prefix, name) in written)
         own |= {name: tensor for name, tensor in loaded if tensor is not None}

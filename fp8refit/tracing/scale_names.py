@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from fp8refit.live.formats import BlockFormat
+from fp8refit.live.formats import BlockFormat, Container
 from fp8refit.live.names import without_numbers
 from fp8refit.live.slots import SCALE_SUFFIX, TensorMeta, stored_as
 from fp8refit.tracing.boxes import Range, pieces_of
@@ -72,6 +72,8 @@ class ScaleNames:
     """Other names, and the checkpoint's names for the same tensors."""
     stored: BlockFormat
     """How checkpoints hold weights with block scales."""
+    container: Container = Container.FP8
+    """How they name and shape scales."""
 
     def written_as(self, traced: Traced) -> dict[str, Spelling]:
         """Return the names to write weights under if their own do not work; an empty tuple if no name works.
@@ -151,8 +153,8 @@ class ScaleNames:
         for name, spelling in spelled.items():
             for written, _, shape in stored_as(spelling, self.sources[name].shape):
                 stored[written] = TensorMeta(shape=shape, dtype=self.stored.codes.dtype)
-                stored[written + SCALE_SUFFIX] = TensorMeta(
-                    shape=self.stored.scale_shape(shape), dtype=self.stored.scale_format.dtype
+                stored[written + self.container.scale_suffix] = TensorMeta(
+                    shape=self.container.shape_of(self.stored.scale_shape(shape)), dtype=self.stored.scale_format.dtype
                 )
         return stored
 
@@ -164,7 +166,9 @@ class ScaleNames:
         found: set[_Place | None] = set()
         for written, start, shape in stored_as(spelling, full_shape):
             weight = set(self._places(copies.get(written, ()), shape))
-            scale = set(self._places(copies.get(written + SCALE_SUFFIX, ()), self.stored.scale_shape(shape)))
+            scale = set(
+                self._places(copies.get(written + self.container.scale_suffix, ()), self.stored.scale_shape(shape))
+            )
             blocks = {place and place.in_blocks(self.named, self.stored) for place in weight}
             if None in blocks or blocks != scale:
                 return False

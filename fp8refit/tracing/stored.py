@@ -8,6 +8,7 @@ from typing import assert_never
 from torch import Tensor, nn
 
 from fp8refit.live.formats import BlockFormat, Placement
+from fp8refit.live.names import name_of_scale
 from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, dtype_name
 from fp8refit.tracing.boxes import Boxes, Range
 from fp8refit.tracing.records import Copy
@@ -20,6 +21,16 @@ TWO_HALVES = "w13_weight"
 def is_experts(module: nn.Module) -> bool:
     """Whether `module` holds expert weights."""
     return TWO_HALVES in module._parameters
+
+
+def own_name(module: nn.Module, key: str) -> str:
+    """The name of a module's tensor; scales of blocks get one name, whatever the container."""
+    return name_of_scale(key) if getattr(module, "weight_block_size", None) is not None else key
+
+
+def as_matrix(name: str, tensor: Tensor) -> Tensor:
+    """A tensor of a module as it is, but scales of blocks as rows and columns."""
+    return tensor[:, 0, :, 0] if name.endswith(SCALE_SUFFIX) and tensor.ndim == 4 else tensor
 
 
 def why_not_stored(rules: KernelRules, prefix: str, module: nn.Module, own: Mapping[str, Tensor]) -> Why:

@@ -4,7 +4,7 @@ The loader gets meta tensors with a checkpoint's names and shapes, and shows whi
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fp8refit.live.copies import is_uniform, values_of
-from fp8refit.live.formats import BlockFormat
+from fp8refit.live.formats import BlockFormat, Container
 from fp8refit.live.names import without_numbers
-from fp8refit.live.slots import Refresh, Refusal, Stacked, TensorMeta
+from fp8refit.live.slots import FP8_DTYPE, Refresh, Refusal, Stacked, TensorMeta
 from fp8refit.tracing.records import Copy, Objection, Traced
 from fp8refit.tracing.scale_names import ScaleNames
 from fp8refit.tracing.similar_layers import trace_similar
+from fp8refit.tracing.stored import as_matrix, own_name
 from fp8refit.tracing.trace import Load, storage_of, trace_once
 
 _BEFORE_LAYER = re.compile(r"\.\d+\.")
@@ -96,6 +97,8 @@ class Twin:
     throughout."""
     values: Mapping[str, Tensor] = field(default_factory=dict)
     """What the twin and its helpers hold, by name, if it has values without a checkpoint."""
+    container: Container = Container.FP8
+    """Of its checkpoints, if they hold block scales."""
     written_as: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Names under which a weight with block scales is written; see `Inventory.written_as`."""
     is_alone: bool = True
@@ -117,6 +120,7 @@ def trace_twin(
     *,
     num_ranks: int = 1,
     stored: BlockFormat | None = None,
+    container: Container = Container.FP8,
     build: Build | None = None,
     mode: EmptyOnMeta | None = None,
 ) -> Twin:
@@ -128,6 +132,7 @@ def trace_twin(
         load: Its loader, if it is not `model.load_weights`.
         num_ranks: How many ranks share a checkpoint.
         stored: How checkpoints hold weights with block scales, if the model loads such.
+        container: How these name and shape scales.
         build: Builds the twin again.
         mode: What was active while it was built.
     """
@@ -144,8 +149,14 @@ def trace_twin(
     naming = replace(naming, aliases=aliases, beside=skipped)
     written_as: dict[str, tuple[str, ...]] = {}
     if stored is not None:
-        asked = ScaleNames(load=load, named=named, sources=naming.tensors, aliases=naming.aliases, stored=stored)
-        written_as = asked.written_as(traced)
+        written_as = ScaleNames(
+            load=load,
+            named=named,
+            sources=naming.tensors,
+            aliases=naming.aliases,
+            stored=stored,
+            container=container,
+        ).written_as(traced)
     loaded = dict(named_tensors(model))
     return Twin(
         naming=naming,
@@ -154,6 +165,7 @@ def trace_twin(
         firsts=firsts,
         constants=dict(_constants(model, traced, firsts)),
         values=values_of(model),
+        container=container,
         written_as=written_as,
         is_alone=num_ranks == 1,
         build=build,
@@ -179,15 +191,23 @@ def trace_as_named(model: Any, namings: Iterable[Naming], **options: Any) -> Twi
     return first
 
 
-def format_stored(quantization: Any) -> BlockFormat | None:
-    """The format of an engine's checkpoints, from its quantization config; None if they hold no block scales."""
-    size = getattr(quantization, "weight_block_size", None)
-    return None if size is None else BlockFormat(block_size=(int(size[0]), int(size[1])))
+def format_stored(quantization: Any, model: nn.Module) -> dict[str, Any]:
+    """How an engine's checkpoints hold block scales: options of `trace_twin`, from its quantization config and the layers of
+    its twin. Empty if they hold none.
+    """
+    coded = (each for each in model.modules() if FP8_DTYPE in {own.dtype for own in each.parameters(recurse=False)})
+    sizes = (getattr(each, "weight_block_size", None) for each in (quantization, *coded))
+    size = next((each for each in sizes if each is not None), None)
+    if size is None:
+        return {}
+    name = quantization.get_name().replace("_", "-")
+    container = Container(name) if name in list(Container) else Container.FP8
+    return {"stored": BlockFormat(block_size=(int(size[0]), int(size[1]))), "container": container}
 
 
 def _packed(model: nn.Module, firsts: Mapping[str, str]) -> Iterator[Objection]:
     """Yield an objection for each parameter that lies beside another in one storage: a trace cannot tell them apart."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(named_tensors(model, ("_parameters",)))
     for name, tensor in parameters.items():
         first = parameters[firsts[name]]
         if (tensor.storage_offset(), tensor.numel()) != (first.storage_offset(), first.numel()):
@@ -198,6 +218,7 @@ def _constants(model: nn.Module, traced: Traced, firsts: Mapping[str, str]) -> I
     written = {each.parameter for found in (traced.copies, traced.computed, traced.objections) for each in found}
     for prefix, module in model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            name = own_name(module, name)
             full_name = f"{prefix}.{name}" if prefix else name
             if tensor is None or tensor.is_meta or not tensor.is_floating_point() or firsts[full_name] in written:
                 continue
@@ -276,11 +297,12 @@ def _bring_back(tensor: Tensor, value: Tensor) -> None:
     tensor.copy_(value)
 
 
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(model: nn.Module, kinds: Sequence[str] = ("_parameters", "_buffers")) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters under all of their names, then buffers. A buffer that is a view of a parameter counts as one."""
     modules = list(model.named_modules(remove_duplicate=False))
-    for held in ("_parameters", "_buffers"):
+    for held in kinds:
         for prefix, module in modules:
             for name, tensor in getattr(module, held).items():
                 if tensor is not None:
-                    yield f"{prefix}.{name}" if prefix else name, tensor.data
+                    name = own_name(module, name)
+                    yield f"{prefix}.{name}" if prefix else name, as_matrix(name, tensor.data)

@@ -51,7 +51,9 @@ class PowerOfTwoBlockKernel(ReferenceBlockKernel):
 
     def process_weights_after_loading(self, layer):
         super().process_weights_after_loading(layer)
-        requant_weight_ue8m0_inplace(layer.weight, layer.weight_scale_inv, layer.weight_block_size)
+        scale = getattr(layer, "weight_scale_inv", None)
+        scale = layer.weight_scale if scale is None else scale  # in other containers than DeepSeek's
+        requant_weight_ue8m0_inplace(layer.weight, scale, layer.weight_block_size)
 
 
 class RepackingBlockKernel(ReferenceBlockKernel):

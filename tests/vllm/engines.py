@@ -15,6 +15,7 @@ from vllm import LLM, SamplingParams
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from fp8refit import RefitError, dequantize_blockwise, quantize_blockwise
+from tests.engines.containers import CONFIGS
 from tests.engines.looking import raw
 from tests.engines.subject import make_policy
 from tests.tiny_models import FP8_CONFIG, VOCAB_SIZE
@@ -31,6 +32,9 @@ ABSORBED = {"W_UK_T": lambda heads: heads[:, :128], "W_UV": lambda heads: heads[
 ROUTERS = [f"model.layers.{layer}.{name}" for layer in range(2) for name in ("mlp.gate", "block_sparse_moe.gate")]
 """Which experts a token goes to; no checkpoint quantizes it."""
 CONFIG = FP8_CONFIG | {"modules_to_not_convert": [*FP8_CONFIG["modules_to_not_convert"], *ROUTERS]}
+SCALES = "weight_scale_inv", "weight_scale"
+CONTAINERS = {"": CONFIG} | CONFIGS
+"""By what is after a `+` in a kernel's name."""
 PROMPTS = [[(31 * i + 7 * j) % 256 for j in range(length)] for i, length in enumerate((24, 40, 200))]
 """The last is longer than one block of the prefix cache, which is 128 tokens on a CPU."""
 SAMPLING = SamplingParams(max_tokens=6, temperature=0, logprobs=4, detokenize=False, ignore_eos=True)
@@ -56,7 +60,7 @@ IN_PROCESS = {"distributed_executor_backend": UniProcExecutor}
 @contextmanager
 def booted(model: Path, kernel: str, **options) -> Iterator[LLM]:
     """An engine whose block-FP8 layers use `kernel`; one lives at a time."""
-    cpu_kernel.register(kernel)
+    cpu_kernel.register(kernel.partition("+")[0])
     llm = LLM(**settings(model) | IN_PROCESS | options)
     yield llm
     # Now, not when it is collected: that would take the process groups from under the engine booted next.
@@ -65,7 +69,8 @@ def booted(model: Path, kernel: str, **options) -> Iterator[LLM]:
 
 def booted_dummy(model: Path, kernel: str, **options):
     """A block-FP8 engine of `model`'s shape, with noise for weights."""
-    return booted(model, kernel, load_format="dummy", hf_overrides={"quantization_config": CONFIG}, **options)
+    config = CONTAINERS[kernel.partition("+")[2]]
+    return booted(model, kernel, load_format="dummy", hf_overrides={"quantization_config": config}, **options)
 
 
 def generate(llm: LLM) -> dict:
@@ -139,6 +144,7 @@ def scribble(llm: LLM) -> None:
 
 def wrong_tensors(llm: LLM, policy: dict[str, Tensor], scale_format: str) -> list[str]:
     """Live tensors whose bytes are not what `policy` makes of them; looks at neither slots nor plan."""
+    scale_format = scale_format.partition("+")[0]
     live = model_of(llm).state_dict()
     return [name for name in live if not torch.equal(raw(live[name]), raw(_expected(name, live, policy, scale_format)))]
 
@@ -153,11 +159,11 @@ def _expected(name: str, live: dict[str, Tensor], policy: dict[str, Tensor], sca
         quantized = quantize_blockwise(policy[f"{module}.kv_b_proj.weight"], scale_format=scale_format)
         return ABSORBED[leaf](dequantize_blockwise(*quantized, dtype=torch.bfloat16).unflatten(0, (-1, 256)))
     parent, _, last = module.rpartition(".")
-    is_scale = leaf == "weight_scale_inv"
+    is_scale = leaf in SCALES
     source = "weight" if is_scale else leaf
     fused = () if f"{module}.{source}" in policy else FUSED.get(last, ())
     parts = [policy[f"{parent}.{part}.{source}".lstrip(".")] for part in fused or (last,)]
-    if is_scale or (leaf == "weight" and f"{module}.weight_scale_inv" in live):
+    if is_scale or (leaf == "weight" and any(f"{module}.{scale}" in live for scale in SCALES)):
         quantized = [quantize_blockwise(part, scale_format=scale_format) for part in parts]
         parts = [scale if is_scale else codes.view(torch.uint8) for codes, scale in quantized]
     tensor = torch.cat(parts)

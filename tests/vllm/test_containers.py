@@ -1,0 +1,20 @@
+"""vLLM engines that boot from checkpoints of other containers than DeepSeek's, in other processes. In this one: `test_refit.py`
+and `test_experts.py`.
+"""
+
+import pytest
+
+from tests.engines.containers import check
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(118)]
+CASES = [
+    ("core in process", "qwen2_wide", "compressed-tensors"),
+    ("multi-process", "qwen3", "modelopt"),
+    ("expert parallel", "qwen3_moe", "compressed-tensors"),
+]
+
+
+@pytest.mark.parametrize(("layout", "family", "container"), CASES)
+def test_an_engine_in_another_container_is_refitted(layout, family, container, run_engine, tmp_path):
+    found = run_engine("container", within_s=110, layout=layout, family=family, container=container, work=tmp_path)
+    check(found, container)
