@@ -39,7 +39,10 @@ def block_format(layer: Any) -> BlockFormat:
     SGLang marks scales that it rounds to powers of two; those are refused.
     """
     method = layer.quant_method
-    rows, columns = getattr(method, "weight_block_size", None) or method.quant_config.weight_block_size
+    sizes = (
+        getattr(each, "weight_block_size", None) for each in (layer, method, getattr(method, "quant_config", None))
+    )
+    rows, columns = next(size for size in sizes if size is not None)
     return BlockFormat(block_size=(int(rows), int(columns)))
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8refit.kernels import dequantize_blockwise
+from fp8refit.live.names import name_of_scale
 from fp8refit.live.slots import Refresh
 from fp8refit.tracing.rules import Kernel, Why
 from fp8refit.tracing.stored import is_experts
@@ -74,7 +75,7 @@ class SglangRules:
     def dequantize(self, layer: Any, dtype: torch.dtype) -> Tensor:
         """By its block scales, if it has any."""
         weight: Tensor = layer.weight.detach()
-        scale = layer._parameters.get("weight_scale_inv")
+        scale = scale_of(layer)
         if scale is None:
             return weight
         return dequantize_blockwise(weight, scale.detach(), block_size=block_format(layer).block_size, dtype=dtype)
@@ -82,6 +83,12 @@ class SglangRules:
     def refreshes(self, model: nn.Module) -> Iterable[Refresh]:
         """Routers in float32."""
         return refreshes_of_routers(model)
+
+
+def scale_of(module: nn.Module) -> Tensor | None:
+    """The scales of a block-FP8 linear layer, under the name of whatever container."""
+    named = {name_of_scale(name): tensor for name, tensor in module._parameters.items()}
+    return named.get("weight_scale_inv")
 
 
 def _why_derived(module: nn.Module) -> Why:
@@ -105,7 +112,7 @@ def _why_packed(module: nn.Module) -> Why:
             "its kernel Marlin repacks weights",
             "Boot without SGLANG_FORCE_FP8_MARLIN, on a GPU with FP8 matrix products",
         )
-    scale = module._parameters.get("weight_scale_inv")
+    scale = scale_of(module)
     is_marked = getattr(scale, "format_ue8m0", False) or getattr(scale, "power_of_two", False)
     if scale is not None and (is_marked or scale.dtype is torch.int32):
         return "its kernel needs scales that are powers of two (UE8M0)", 'Boot with fp8_gemm_runner_backend="triton"'
@@ -115,6 +122,8 @@ def _why_packed(module: nn.Module) -> Why:
 def _product_of(module: nn.Module) -> str:
     """The name of the function that multiplies by a block-FP8 weight; otherwise of the quant method."""
     method = getattr(module, "quant_method", None)
-    product = getattr(method, "w8a8_block_fp8_linear", None)
+    holders = getattr(module, "scheme", None), method  # compressed-tensors has schemes
+    products = (getattr(each, "w8a8_block_fp8_linear", None) for each in holders)
+    product = next((each for each in products if each is not None), None)
     product = getattr(product, "func", product)  # of a partial
     return getattr(product, "__name__", type(method).__name__)

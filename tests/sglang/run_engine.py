@@ -12,6 +12,7 @@ import torch
 from attacked import run_oracle
 from clients import run_client, run_client_fresh
 from conformance import run_conformance
+from containers import run_container
 from drop_ins import run_drop_in, run_drop_in_off
 from engines import look
 from experts import run_experts
@@ -35,6 +36,7 @@ def run_rollouts(work: Path) -> dict:
 SCENARIOS = {
     "fresh": run_fresh,
     "refits": run_refits,
+    "container": run_container,
     "experts": run_experts,
     "latent": run_latent,
     "conformance": run_conformance,

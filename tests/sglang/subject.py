@@ -9,6 +9,7 @@ import sglang
 from engines import PROMPTS, SAMPLING, look
 
 from fp8refit import RefitReport, Refitter
+from fp8refit.live.layout import EngineLayout
 
 
 class Subject:
@@ -21,6 +22,9 @@ class Subject:
 
     def refit(self, source: Any, *, manifest: Any = None, calibration: Any = None, **options: Any) -> RefitReport:
         return Refitter(self.engine, **options).refit(source, manifest=manifest, calibration=calibration)
+
+    def layout(self) -> EngineLayout:
+        return Refitter(self.engine).layout()
 
     def look(self, what: str, *arguments: Any) -> list:
         return look(self.engine, what, *arguments)
