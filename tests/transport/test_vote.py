@@ -178,7 +178,7 @@ def test_ranks_at_different_steps_are_lost(own, other):
 
 
 def test_the_steps_are_these():
-    assert PHASES == ("ready", "names", "prepared", "go", "held", "written", "measured", "scaled")
+    assert PHASES == ("ready", "names", "prepared", "go", "held", "untouched", "written", "measured", "scaled")
     with pytest.raises(ValidationError, match="phase"):
         Ballot(phase="commit")
 
