@@ -299,9 +299,9 @@ class Inventory:
     partly_read: Mapping[str, PartlyRead] = field(default_factory=dict)
     """Checkpoint tensors that this rank reads only in part. Together, the ranks must read them whole."""
     kv: KvCache | None = None
-    find_copies: Callable[[bool], Sequence[Refusal]] = lambda _: ()
+    find_copies: Callable[[bool, bool], Sequence[Refusal]] = lambda *_: ()
     """Refuses copies of weights that the engine keeps now and no refresh writes. Takes whether tensors whose initial values a
-    refit restores hold them."""
+    refit restores hold them, and whether it may look at one of several layers that are alike."""
     rounds_once: bool = False
     """Whether norms and rotary embeddings compute in float32 and round once, as GPU kernels do."""
     prove: Callable[[Write, torch.device], tuple[Refusal, ...]] | None = None

@@ -87,17 +87,18 @@ class LiveModel:
         return inventory
 
     @collector_paused()
-    def refusals(self, inventory: Inventory | None = None) -> tuple[Refusal, ...]:
+    def refusals(self, inventory: Inventory | None = None, *, at_a_glance: bool = False) -> tuple[Refusal, ...]:
         """Why the model cannot be refitted: how it was built, or copies of weights that it has made since.
 
         Args:
             inventory: What was just read; by default it is read.
+            at_a_glance: Look for copies in one of several layers that are alike.
         """
         inventory = self.read() if inventory is None else inventory
         if inventory.refusals or not are_mapped(inventory):
             return inventory.refusals
         with self.on_device():
-            return tuple(inventory.find_copies(self.has_constants))
+            return tuple(inventory.find_copies(self.has_constants, at_a_glance))
 
     @collector_paused()
     def prove(self, write: Write) -> tuple[Refusal, ...]:

@@ -100,7 +100,8 @@ class Target:
         if self.live.lost_because is not None:
             raise EngineLostError(self.live.lost_because)
         self._check_engine()
-        refusals = self.live.refusals(inventory := self.live.read())
+        # What a glance misses is found while the policy is written, when the device is busy anyway.
+        refusals = self.live.refusals(inventory := self.live.read(), at_a_glance=self.version > 0 and not self.is_dirty)
         if refusals and not inventory.refusals:  # since it was read, the engine may have replaced what a refresh writes
             self.live.forget()
             refusals = self.live.refusals(inventory := self.live.read())

@@ -34,8 +34,9 @@ def make_model() -> nn.Module:
     return nn.ModuleDict({"attn": Attention()})
 
 
-def refused(copies: Copies, *, are_restored: bool = True) -> list[str]:
-    return [f"{each.module}.{each.reason.split('`')[1]}" for each in copies.refusals(are_restored)]
+def refused(copies: Copies, *, are_restored: bool = True, at_a_glance: bool = False) -> list[str]:
+    found = copies.refusals(are_restored, at_a_glance)
+    return [f"{each.module}.{each.reason.split('`')[1]}" for each in found]
 
 
 def test_nothing_is_refused_that_was_built_without_weights():
@@ -70,6 +71,20 @@ def test_a_copy_is_refused_whenever_it_is_made(kind, is_late):
     (name,) = refused(copies)
     assert name.startswith("attn.")
     assert refused(copies) == [name]
+
+
+def test_a_glance_refuses_what_is_seen_of_a_copy_and_what_was_refused_before():
+    model = nn.ModuleDict({"layers": nn.ModuleList([Attention(), Attention()])})
+    copies = copies_of(model, twin=nn.ModuleDict({"layers": nn.ModuleList([Attention(), Attention()])}))
+    assert refused(copies) == []
+    COPIES["copy"](model["layers"][1])
+    assert refused(copies, at_a_glance=True) == []
+    assert refused(copies) == ["layers.1.joined_norms"]
+    assert refused(copies, at_a_glance=True) == ["layers.1.joined_norms"]
+    del model["layers"][1].joined_norms
+    assert refused(copies) == []
+    COPIES["copy"](model["layers"][0])
+    assert refused(copies, at_a_glance=True) == ["layers.0.joined_norms"]
 
 
 def test_the_refusal_names_module_and_attribute_and_says_what_to_do():

@@ -125,6 +125,18 @@ def test_a_tensor_that_appears_is_noticed_and_found(way, monkeypatch):
     assert not holdings.have_changed()
 
 
+@pytest.mark.parametrize(("place", "is_seen"), [(0, True), (1, False), (2, True), (3, False)])
+def test_a_glance_sees_one_of_several_layers_that_are_alike(place, is_seen):
+    model = nn.ModuleDict({"layers": nn.ModuleList([Attention(), Attention(), nn.Linear(2, 2), nn.Linear(2, 2)])})
+    holdings = Holdings(model)
+    assert holdings.have_changed(at_a_glance=True)
+    holdings.search()
+    assert not holdings.have_changed(at_a_glance=True)
+    model["layers"][place].copy = fresh()
+    assert holdings.have_changed(at_a_glance=True) is is_seen
+    assert holdings.have_changed()
+
+
 def test_paths_name_the_way():
     layer = Attention()
     layer.impl.sinks, layer.copies, layer.call = fresh(), {"q": [fresh()]}, closure()

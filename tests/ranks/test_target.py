@@ -1326,7 +1326,7 @@ def target_that_copies(model):
     copies: list[Refusal] = []
 
     def read_inventory():
-        return dataclasses.replace(model.read_inventory(), find_copies=lambda _: tuple(copies))
+        return dataclasses.replace(model.read_inventory(), find_copies=lambda *_: tuple(copies))
 
     return Target(read_inventory, device=torch.device("cpu"), engine="fake", versions={}), copies
 
@@ -1370,7 +1370,7 @@ def test_a_model_is_read_again_if_what_a_refresh_writes_was_replaced():
     def read_inventory():
         known = scales[0]
         unknown = Refusal(module="experts", reason="keeps `scale`", remedy="Boot without it")
-        return dataclasses.replace(model.read_inventory(), find_copies=lambda _: (unknown,) * (scales[0] is not known))
+        return dataclasses.replace(model.read_inventory(), find_copies=lambda *_: (unknown,) * (scales[0] is not known))
 
     target = Target(read_inventory, device=torch.device("cpu"), engine="fake", versions={})
     for seed in (1, 2):
@@ -1385,7 +1385,7 @@ def test_whether_constants_hold_their_values_is_told(was_booted_with_weights):
     model, told = FakeModel(), []
     policy = make_policy(model, seed=1)
 
-    def tell(hold):
+    def tell(hold, _):
         told.append(hold)
         return ()
 
