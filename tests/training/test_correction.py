@@ -74,6 +74,12 @@ def test_nan_in_a_token_that_counts_shows():
     assert correction.effective_sample_size(torch.tensor([[math.nan, 1.0]]), torch.ones(1, 2)).isnan()
 
 
+def test_off_policy_sequences_are_told_by_their_mean_not_by_their_sum():
+    tensors = batch([[-1.5, 0.0], [-3.0, 0.0]])
+    kept = correction.opsm_mask(*tensors, advantages=torch.tensor([-1.0, -1.0]), delta=1.0)
+    assert kept.tolist() == [[True, True], [False, False]]
+
+
 @pytest.mark.parametrize(
     "advantages", [[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [[-1.0, 1.0], [1.0, -1.0], [-1.0, 1.0]]]
 )
