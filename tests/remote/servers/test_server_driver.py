@@ -379,15 +379,15 @@ def stream_of(policy):
 
 
 def test_a_driver_that_says_something_is_waited_for_anew(running, monkeypatch):
-    monkeypatch.setattr(order_handler, "SILENCE_S", 0.1)
+    monkeypatch.setattr(order_handler, "SILENCE_S", 0.7)
     driver = Caller.new()
     give(running, pause(timeout_s=0.1), driver)
-    for _ in range(4):
-        time.sleep(0.1)
+    for _ in range(5):
+        time.sleep(0.2)
         give(running, orders.Hello(), driver)
     assert running.events == ["pause"]
     give(running, Resume(), driver)
-    time.sleep(0.3)
+    time.sleep(1.0)
     assert running.events == ["pause", "resume"]
 
 
