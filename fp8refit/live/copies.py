@@ -44,7 +44,6 @@ class Copies:
         self._current = set(map(_storage_of, (*model.parameters(), *slots, *written))) - self._restored - {0}
         self._parameters = {id(parameter) for parameter in model.parameters()}
         self._beside: list[Held] = []
-        self._is_refused = False
         self._passed: tuple[list[Held], list[Tensor]] = [], []
         """What was compared when nothing was refused last, and copies of its values."""
 
@@ -54,12 +53,9 @@ class Copies:
 
         Args:
             are_restored: Whether the tensors of which a refit restores the initial values have these values now.
-            at_a_glance: Look for new ones in one of several layers that are alike, and not at the values of known ones.
+            at_a_glance: Look for new ones in one of several layers that are alike.
         """
-        has_changed = self._holdings.have_changed(at_a_glance=at_a_glance)
-        if at_a_glance and not has_changed and not self._is_refused:
-            return []
-        if has_changed:
+        if self._holdings.have_changed(at_a_glance=at_a_glance):
             self._beside = [held for held in self._holdings.search() if self._is_beside(held.tensor)]
         current = self._current if are_restored else self._current | self._restored
         unknown = [held for held in self._beside if _storage_of(held.tensor) not in current]
@@ -69,7 +65,6 @@ class Copies:
         built = {held.name for held in unknown if self._is_built(held)}
         tables = {_storage_of(held.tensor) for held in unknown if held.name in built and _is_whole(held.tensor)}
         refused = [held for held in unknown if held.name not in built and _storage_of(held.tensor) not in tables]
-        self._is_refused = bool(refused)
         if not refused:
             self._passed = unknown, values
         return list(map(_refusal, refused))

@@ -15,13 +15,6 @@ FAULTS = [
         found_by=FUZZER,
     ),
     Fault(
-        name="what was refused is no longer refused at a glance",
-        at="fp8refit/live/copies.py::Copies.refusals",
-        before="at_a_glance and not has_changed and not self._is_refused",
-        after="at_a_glance and not has_changed",
-        found_by=f"{COPIES}::test_a_glance_refuses_what_is_seen_of_a_copy_and_what_was_refused_before",
-    ),
-    Fault(
         name="what a dead tensor's identity says of another one is believed",
         at="fp8refit/live/held.py::_Watched.has_changed",
         before="any(each() is None for each in self.tensors)",
