@@ -73,9 +73,8 @@ def quantize_checkpoint(
     """Write a Hugging Face checkpoint as block FP8.
 
     Linear weights become E4M3 codes under their own name and float32 scales under the container's, by default `..._scale_inv`;
-    the rest is copied.
-    fp32 is rounded to BF16 first, as in `refit`. The LM head of a tied model is left out. Peak memory: one shard of the
-    result, the copy that safetensors writes, and one source tensor with the quantizer's fp32 workspace.
+    the rest is copied. fp32 is rounded to BF16 first, as in `refit`. The LM head of a tied model is left out. Peak memory: one
+    shard of the result, the copy that safetensors writes, and one source tensor with the quantizer's fp32 workspace.
 
     Args:
         src: Folder with `config.json` and safetensors in bfloat16, float16 or float32.

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from fp8refit.live.slots import Slot
 from fp8refit.tracing.reading import twin_name
 from fp8refit.tracing.records import Recipe, View
-from fp8refit.tracing.stored import own_name
+from fp8refit.tracing.stored import own_tensors
 from fp8refit.tracing.twin import Twin
 
 _LAYER = re.compile(r"^((?:.*?\.)??)(\d+)\.(.+)$")
@@ -47,10 +47,9 @@ def kinds_of(model: nn.Module, twin: Twin, slots: Sequence[Slot]) -> dict[Hashab
     """
     loaded = _loaded(twin)
     live = {
-        twin_name(prefix, own_name(module, name)): (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        twin_name(prefix, name): (tuple(tensor.shape), tensor.stride(), tensor.dtype)
         for prefix, module in model.named_modules(remove_duplicate=False)
-        for name, tensor in (*module._parameters.items(), *module._buffers.items())
-        if tensor is not None
+        for name, tensor in own_tensors(module)
     }
     facts: dict[tuple[str, int], list[Hashable]] = {}
     names: dict[tuple[str, int], list[str]] = {}

@@ -32,12 +32,11 @@ from fp8refit.tracing.staged import Staged, fault_of_recipe
 from fp8refit.tracing.stored import (
     TWO_HALVES,
     are_matrices,
-    as_matrix,
     block_rows,
     blocks_of,
     box_of,
     matrices,
-    own_name,
+    own_tensors,
     why_not_stored,
     with_halves_swapped,
 )
@@ -98,11 +97,7 @@ class Reading:
             who = f"`{objection.source}` " if objection.source else ""
             self._reasons.setdefault(objection.parameter, f"{who}{objection.reason}")
         self._live = {
-            twin_name(prefix, name): as_matrix(name, tensor.data)
-            for prefix, module in modules
-            for key, tensor in (*module._parameters.items(), *module._buffers.items())
-            for name in [own_name(module, key)]
-            if tensor is not None
+            twin_name(prefix, name): tensor for prefix, module in modules for name, tensor in own_tensors(module)
         }
         filled = {*self._copies, *self._computed, *self._reasons}
         self._filled = {tensor.data_ptr() for name, tensor in self._live.items() if twin.firsts.get(name) in filled}
@@ -211,7 +206,7 @@ class Reading:
 
     def _own_tensors(self, prefix: str, module: nn.Module) -> dict[str, Tensor]:
         """Return the parameters of `module`, and its buffers that the loader writes."""
-        own = {own_name(module, name): t.data for name, t in module._parameters.items() if t is not None}
+        own = dict(own_tensors(module, ("_parameters",)))
         written = self._copies.keys() | self._computed.keys() | self._reasons.keys()
         loaded = ((name, t) for name, t in module._buffers.items() if twin_name(prefix, name) in written)
         own |= {name: tensor for name, tensor in loaded if tensor is not None}

@@ -1,6 +1,6 @@
 """How an engine stores a block-FP8 weight, and which blocks the pieces of one cover."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import assert_never
@@ -28,9 +28,15 @@ def own_name(module: nn.Module, key: str) -> str:
     return name_of_scale(key) if getattr(module, "weight_block_size", None) is not None else key
 
 
-def as_matrix(name: str, tensor: Tensor) -> Tensor:
-    """A tensor of a module as it is, but scales of blocks as rows and columns."""
-    return tensor[:, 0, :, 0] if name.endswith(SCALE_SUFFIX) and tensor.ndim == 4 else tensor
+def own_tensors(module: nn.Module, kinds: Iterable[str] = ("_parameters", "_buffers")) -> Iterator[tuple[str, Tensor]]:
+    """Yield a module's parameters, then its buffers; scales of blocks under one name and as rows and columns, whatever the
+    container.
+    """
+    for kind in kinds:
+        for key, tensor in getattr(module, kind).items():
+            if tensor is not None:
+                name, values = own_name(module, key), tensor.data
+                yield name, values[:, 0, :, 0] if name.endswith(SCALE_SUFFIX) and values.ndim == 4 else values
 
 
 def why_not_stored(rules: KernelRules, prefix: str, module: nn.Module, own: Mapping[str, Tensor]) -> Why:

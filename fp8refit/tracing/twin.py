@@ -21,7 +21,7 @@ from fp8refit.live.slots import FP8_DTYPE, Refresh, Refusal, Stacked, TensorMeta
 from fp8refit.tracing.records import Copy, Objection, Traced
 from fp8refit.tracing.scale_names import ScaleNames
 from fp8refit.tracing.similar_layers import trace_similar
-from fp8refit.tracing.stored import as_matrix, own_name
+from fp8refit.tracing.stored import own_name, own_tensors
 from fp8refit.tracing.trace import Load, storage_of, trace_once
 
 _BEFORE_LAYER = re.compile(r"\.\d+\.")
@@ -218,8 +218,7 @@ def _constants(model: nn.Module, traced: Traced, firsts: Mapping[str, str]) -> I
     written = {each.parameter for found in (traced.copies, traced.computed, traced.objections) for each in found}
     for prefix, module in model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            name = own_name(module, name)
-            full_name = f"{prefix}.{name}" if prefix else name
+            full_name = f"{prefix}.{own_name(module, name)}" if prefix else own_name(module, name)
             if tensor is None or tensor.is_meta or not tensor.is_floating_point() or firsts[full_name] in written:
                 continue
             is_persistent = name in module._buffers and name not in module._non_persistent_buffers_set
@@ -302,7 +301,5 @@ def named_tensors(model: nn.Module, kinds: Sequence[str] = ("_parameters", "_buf
     modules = list(model.named_modules(remove_duplicate=False))
     for held in kinds:
         for prefix, module in modules:
-            for name, tensor in getattr(module, held).items():
-                if tensor is not None:
-                    name = own_name(module, name)
-                    yield f"{prefix}.{name}" if prefix else name, as_matrix(name, tensor.data)
+            for name, tensor in own_tensors(module, (held,)):
+                yield f"{prefix}.{name}" if prefix else name, tensor
