@@ -58,19 +58,6 @@ LOCKED = dict(re.findall(r"^([\w-]+)(==\S+)", LOCK.read_text(), re.MULTILINE))
 WHEEL_CLASSES = "vllm==0.33.0"
 """Whose files are tested where the whole does not run."""
 CPU_WHEELS = ("--extra-index-url", "https://download.pytorch.org/whl/cpu")
-VERL = "verl==0.9.1"
-VERL_NEEDS = (
-    "accelerate",
-    "codetiming",
-    "datasets",
-    "dill",
-    "hydra-core",
-    "nvtx",
-    "peft",
-    "ray",
-    "tensordict==0.10.0",
-    "torchdata",
-)
 QUICK = (
     *("tests/driver", "tests/ranks", "tests/live", "tests/remote/servers", "tests/kernels/test_quantize.py"),
     *("tests/sources", "--ignore=tests/sources/sharded", "tests/planted/test_planted.py"),
@@ -217,6 +204,12 @@ def install_trainer(session: nox.Session, name: str) -> None:
         install_vllm_of(session, version, table.get("torch"))
     else:
         install_sglang(session, version)
+    install_client(session, name)
+
+
+def install_client(session: nox.Session, name: str) -> None:
+    """A trainer of the table without its engine."""
+    table = TRAINERS[name]
     if table["proof"] == "run":
         session.install(*(("--no-deps",) if table.get("alone") else ()), table["trainer"])
     if table.get("needs"):
@@ -234,11 +227,7 @@ def tests_verl(session: nox.Session) -> None:
     verl names vLLM 0.24.0, whose refits and drop-in `matrix` tests.
     """
     install_vllm(session)
-    session.install("--no-deps", VERL)
-    session.install(*VERL_NEEDS)
-    # Its wheel brings a package `tests`, which would be found instead of ours.
-    site = session.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", silent=True)
-    session.run("rm", "-rf", f"{site.strip()}/tests", external=True)
+    install_client(session, "verl")
     session.run("pytest", "tests/vllm/test_verl.py", "tests/trainers", *session.posargs, env=ENVIRONMENT)
 
 
