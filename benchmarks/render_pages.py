@@ -449,7 +449,7 @@ def render_trainers(rows: list[dict[str, Any]]) -> str:
     lines = ["| trainer | engine | ways | ranks | what proves it |", "| --- | --- | --- | ---: | --- |"]
     names = {"vllm": "vLLM", "sglang": "SGLang"}
     for row in rows:
-        cells = [f"{row['trainer']} {row['version']}", f"{names[row['engine']]} {row['engine_version']}"]
+        cells = [f"{row['trainer']} {row['version']}".strip(), f"{names[row['engine']]} {row['engine_version']}"]
         cells += [", ".join(row["ways"]), ", ".join(map(str, row["ranks"]))]
         proof = f"{row['proof']}: {row['why'] or _passed(row)}"
         lines.append(f"| {' | '.join(cells)} | {proof} |")
