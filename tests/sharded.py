@@ -11,6 +11,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -20,11 +21,12 @@ from torch.profiler import ProfilerActivity, profile
 
 import fp8refit.driver.adapters
 import fp8refit.sources.sharded.gather
-from fp8refit import RefitError, Refitter, gathered
+from fp8refit import EngineLostError, RefitError, Refitter, gathered
 from fp8refit.sources.sharded import batches
 from fp8refit.sources.sharded.gather import Gathered, Piece
 from fp8refit.sources.sharded.trainer_group import _voting, trainer_group
 from fp8refit.training.megatron import MegatronNames, global_names
+from fp8refit.transport.process_group import ProcessGroupExchange
 from tests.fakes import FakeEntryPoint, FakeModel, assert_holds, live_bytes, make_policy
 from tests.training.test_megatron import GROUPS, HEAD, checkpoint, megatron
 
@@ -629,3 +631,22 @@ def begin_anew(rank: int, store: str) -> tuple[int, list[str]]:
         "gloo", store=torch.distributed.FileStore(store, 4), rank=rank, world_size=4, timeout=timedelta(seconds=60)
     )
     return num_kept, [before, gather_whole(rank, "", is_apart=False)]
+
+
+def give_up_alone(rank: int) -> list[Any]:
+    """Rank 1's time is over at a vote that the others just hear. Gives what is heard in the next one, and how soon."""
+    votes = trainer_group(None)
+    votes.exchange(b"", timeout_s=20.0)
+    gather = ProcessGroupExchange._gather
+
+    def gather_late(*args: Any) -> None:
+        gather(*args)
+        raise EngineLostError("too late")
+
+    with pytest.MonkeyPatch.context() as patched, suppress(EngineLostError):
+        if rank == 1:
+            patched.setattr(ProcessGroupExchange, "_gather", gather_late)
+        votes.exchange(b"", timeout_s=20.0)
+    start_s = time.monotonic()
+    answers = votes.exchange(f"{rank}".encode(), timeout_s=20.0)
+    return [*map(int, answers), time.monotonic() - start_s < 5]

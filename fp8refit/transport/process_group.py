@@ -1,6 +1,7 @@
 """Exchanges messages between an engine's ranks over the engine's own PyTorch process group."""
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ _SMALL_BYTES = 2048
 """Size of the first round. Most messages fit and need no second round."""
 _POLL_S = 2e-5
 _SLOWEST_POLL_S = 1e-3
+_FIRST_LOOK_S = 0.1
 
 
 class ProcessGroupExchange:
@@ -26,10 +28,12 @@ class ProcessGroupExchange:
 
     Args:
         group: The process group. Nothing else may use it during an exchange.
+        is_left: Says whether another rank has left the group for good, so that it is not waited for. It is asked seldom.
     """
 
-    def __init__(self, group: "ProcessGroup | ProcessGroupGloo") -> None:
+    def __init__(self, group: "ProcessGroup | ProcessGroupGloo", is_left: Callable[[], bool] | None = None) -> None:
         self._group: Any = group
+        self._is_left = is_left
         self.rank, self.size = group.rank(), group.size()
 
     def exchange(self, message: bytes, *, timeout_s: float) -> list[bytes]:
@@ -49,13 +53,28 @@ class ProcessGroupExchange:
         own = torch.frombuffer(bytearray(frame[:num_bytes].ljust(num_bytes, b"\0")), dtype=torch.uint8)
         gathered = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(self.size)]
         try:
-            self._group.allgather([gathered], [own]).wait(timedelta(seconds=timeout_s))
+            work = self._group.allgather([gathered], [own])
+            self._wait(work, timeout_s)
         except RuntimeError as error:
             raise EngineLostError(
                 f"rank {self.rank} of {self.size} did not hear from every other rank within {timeout_s:g} s, or one of them "
                 f"died ({error}). Every rank must call refit; restart the engine"
             ) from error
         return [bytes(tensor.numpy()) for tensor in gathered]
+
+    def _wait(self, work: Any, timeout_s: float) -> None:
+        """Wait for an operation. Who may have left is asked after a while, then after twice that, and so on."""
+        deadline_s = time.monotonic() + timeout_s
+        pause_s = timeout_s if self._is_left is None else _FIRST_LOOK_S
+        while pause_s < (left_s := deadline_s - time.monotonic()):
+            try:
+                work.wait(timedelta(seconds=pause_s))
+                return
+            except RuntimeError:
+                if work.is_completed() or (self._is_left is not None and self._is_left()):
+                    raise
+            pause_s *= 2
+        work.wait(timedelta(seconds=max(left_s, _SLOWEST_POLL_S)))
 
 
 def wait_for(work: Any, timeout_s: float) -> None:

@@ -5,10 +5,11 @@ Each rank makes a statement and hears all others. Then all go on, or all raise t
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from threading import Thread
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:  # not in every build
     from torch.distributed import ProcessGroupGloo
 
 _POLL_S = 2e-3
+_STORE_S = 1.0
+_LEFT = "left"
+_Answer = TypeVar("_Answer")
 
 Step: TypeAlias = Literal["plan", "read", "batch", "end", "done", "follow", "names"]
 
@@ -134,14 +138,15 @@ def trainer_group(group: ProcessGroup | None) -> Group:
     return SoloGroup() if group.size() == 1 else VoteGroup(group)
 
 
-_voting: WeakKeyDictionary[ProcessGroup, "ProcessGroupGloo"] = WeakKeyDictionary()
-"""The group of a trainer's group in which its ranks vote."""
+_voting: WeakKeyDictionary[ProcessGroup, "_Votes"] = WeakKeyDictionary()
+"""The connections over which the ranks of a trainer's group vote."""
 
 
 class VoteGroup:
     """Implements `Group` for the ranks of a trainer's process group, apart from it, over gloo, whatever the trainer does there.
 
-    The first vote connects them. The connections end with the trainer's group, and with a vote that failed.
+    The first vote connects them. The connections end with the trainer's group, and with a vote that failed. A vote can fail on
+    one rank alone, whose time is over when the others' just is not: they meet it again in their next vote.
 
     Args:
         group: The trainer's group.
@@ -153,19 +158,71 @@ class VoteGroup:
 
     def exchange(self, message: bytes, *, timeout_s: float) -> list[bytes]:
         """Send `message` to every rank and return all, in rank order."""
+        deadline_s = time.monotonic() + timeout_s
         try:
-            if self._group not in _voting:
-                _voting[self._group] = _connect(self._group, timeout_s)
-            voting = _voting[self._group]
-            if hasattr(voting, "_set_default_timeout"):  # a vote that waits longer than this rank would hold it up
-                voting._set_default_timeout(timedelta(seconds=timeout_s))
-            return ProcessGroupExchange(voting).exchange(message, timeout_s=timeout_s)
+            if self._group in _voting:
+                try:
+                    return _voting[self._group].vote(message, timeout_s)
+                except EngineLostError:
+                    if not _voting[self._group].is_left():
+                        raise
+                    _voting.pop(self._group).linger(timeout_s)
+            _voting[self._group] = _connect(self._group, deadline_s - time.monotonic())
+            return _voting[self._group].vote(message, max(deadline_s - time.monotonic(), 0.0))
         except (EngineLostError, RuntimeError) as error:
-            _voting.pop(self._group, None)
+            if (votes := _voting.pop(self._group, None)) is not None:
+                votes.leave()
             raise error if isinstance(error, EngineLostError) else EngineLostError(str(error)) from error
 
 
-def _connect(group: ProcessGroup, timeout_s: float) -> "ProcessGroupGloo":
+class _Votes:
+    """Connections of the ranks of a group, and how many votes were taken over them.
+
+    Args:
+        group: What they vote in.
+        store: A store for these connections alone. Who leaves says in it with which vote.
+    """
+
+    def __init__(self, group: "ProcessGroupGloo", store: PrefixStore) -> None:
+        self._group, self._store = group, store
+        self._num_votes = 0
+
+    def vote(self, message: bytes, timeout_s: float) -> list[bytes]:
+        """Send `message` to every rank and return all, in rank order."""
+        self._num_votes += 1
+        if hasattr(self._group, "_set_default_timeout"):  # a vote that waits longer than this rank would hold it up
+            self._group._set_default_timeout(timedelta(seconds=timeout_s))
+        return ProcessGroupExchange(self._group, self.is_left).exchange(message, timeout_s=timeout_s)
+
+    def is_left(self) -> bool:
+        """Return whether another rank has left in an earlier vote than this rank's last."""
+        is_said = _ask(lambda: self._store.check([_LEFT]))
+        return bool(is_said) and int(_ask(lambda: self._store.get(_LEFT)) or self._num_votes) < self._num_votes
+
+    def leave(self) -> None:
+        """Tell the others that this rank votes here no more."""
+        _ask(lambda: self._store.set(_LEFT, str(self._num_votes)))
+
+    def linger(self, duration_s: float) -> None:
+        """Keep the connections until their last operation is over at the latest: to end them earlier would wait for it."""
+        Thread(target=lambda kept: time.sleep(duration_s), args=(self,), daemon=True).start()
+
+
+def _ask(question: Callable[[], _Answer]) -> _Answer | None:
+    """Ask a store. If its host is gone it may never answer, so that gives None after a second."""
+    answers: list[_Answer] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError):
+            answers.append(question())
+
+    thread = Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_STORE_S)
+    return answers[0] if answers else None
+
+
+def _connect(group: ProcessGroup, timeout_s: float) -> "_Votes":
     """Connect the ranks of a group anew. They meet at its store.
 
     Each rank leaves a new ticket for the first, which answers it with the place to meet. A rank that gives up takes its ticket
@@ -179,26 +236,31 @@ def _connect(group: ProcessGroup, timeout_s: float) -> "ProcessGroupGloo":
     deadline_s, rank, ticket = time.monotonic() + timeout_s, group.rank(), uuid4().hex
     store = PrefixStore("fp8refit", _get_process_group_store(group))
 
-    def take(key: str) -> str:
-        while not (value := store.get(key) if store.check([key]) else b""):
+    def read(key: str) -> str:
+        return bytes(store.get(key)).decode() if store.check([key]) else ""
+
+    def wait_for(*keys: str) -> list[str]:
+        while not all(values := [read(key) for key in keys]):
             if time.monotonic() > deadline_s:
                 raise RuntimeError("a rank did not come in time")
             time.sleep(_POLL_S)
-        store.delete_key(key)
-        return bytes(value).decode()
+        return values
 
     if rank > 0:
         store.set(str(rank), ticket)
         try:
-            place = take(ticket)
+            (place,) = wait_for(ticket)
         except BaseException:
-            store.set(str(rank), "")
+            store.compare_set(str(rank), ticket, "")
             raise
+        store.delete_key(ticket)
     else:
-        place = ticket
-        for other in [take(str(other)) for other in range(1, group.size())]:
-            store.set(other, place)
-    return ProcessGroupGloo(PrefixStore(place, store), rank, group.size(), timedelta(seconds=timeout_s))
+        place, others = ticket, [str(other) for other in range(1, group.size())]
+        for other, answered in zip(others, wait_for(*others), strict=True):
+            store.compare_set(other, answered, "")
+            store.set(answered, place)
+    own, left_s = PrefixStore(place, store), max(deadline_s - time.monotonic(), 0.0)
+    return _Votes(ProcessGroupGloo(own, rank, group.size(), timedelta(seconds=left_s)), own)
 
 
 @contextmanager

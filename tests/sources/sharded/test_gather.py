@@ -261,3 +261,7 @@ def test_a_rank_that_dies_in_the_middle_is_an_error_on_the_others(four):
 def test_options_are_checked(options, kind, match):
     with pytest.raises(kind, match=match):
         gathered({}, **options)
+
+
+def test_a_rank_that_gives_up_alone_is_met_in_the_next_vote(doomed):
+    assert doomed.run(sharded.give_up_alone) == [[0, 1, 2, 3, True]] * 4
