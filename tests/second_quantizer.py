@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-LARGEST = {"fp32": 448, "fp32_floored": 448, "ue8m0": 464}
+LARGEST = {"fp32": 448, "fp32_floored": 448, "fp32_dividing": 448, "ue8m0": 464}
 """What a block's largest value may be after division by its scale: the last one that still rounds to 448 is 464."""
-FLOORS = {"fp32": 1e-10, "fp32_floored": 1e-4, "fp32_reciprocal": 1e-4, "ue8m0": 1e-4}
+FLOORS = {"fp32": 1e-10, "fp32_floored": 1e-4, "fp32_reciprocal": 1e-4, "fp32_dividing": 2**-9, "ue8m0": 1e-4}
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -58,8 +58,8 @@ def quantize(
             block = values[where]
             scales[i, j] = scale = scale_of(np.abs(block).max(), scale_format)
             with np.errstate(over="ignore", under="ignore"):
-                inverse = np.float32(1) / scale
-                scaled = np.clip(block * inverse, np.float32(-448), np.float32(448))
+                scaled = block / scale if scale_format == "fp32_dividing" else block * (np.float32(1) / scale)
+                scaled = np.clip(scaled, np.float32(-448), np.float32(448))
             codes[where] = scaled.astype(E4M3).view(np.uint8)
     return codes, scales
 

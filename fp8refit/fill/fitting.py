@@ -45,7 +45,11 @@ def fit_weight(meta: TensorMeta, slot: Slot, stack: Stacked | None = None, first
         return op
     if op is Op.COPY_CODES and is_transposed:
         return "is FP8 with rows and columns swapped; send it unquantized, or expert by expert"
-    return Fit(op, _down(slot.origin, first_row), tuple(slot.weight.shape), bool(is_transposed))
+    offset, shape = _down(slot.origin, first_row), tuple(slot.weight.shape)
+    if op is Op.QUANTIZE and slot.format is not None:
+        first, length = slot.format.columns_read(offset[-1], shape[-1], slot.full_shape[-1])
+        offset, shape = (*offset[:-1], first), (*shape[:-1], length)
+    return Fit(op, offset, shape, bool(is_transposed))
 
 
 def fit_scale(meta: TensorMeta, slot: Slot, stack: Stacked | None = None, first_row: int = 0) -> Fit | str:

@@ -171,7 +171,7 @@ def _cut(task: Task, part: Part) -> Task | None:
     if cut is None or cut.select:
         return cut
     offset = tuple(own - first for own, first in zip(cut.offset[1:], part.start[1:], strict=True))
-    ends = (own + count for own, count in zip(offset, cut.target.shape[1:], strict=True))
+    ends = (own + count for own, count in zip(offset, cut.shape[1:], strict=True))
     is_there = all(own >= 0 for own in offset) and all(
         end <= size for end, size in zip(ends, part.shape[1:], strict=True)
     )

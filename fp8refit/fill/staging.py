@@ -201,4 +201,7 @@ def _least_bytes(slot: Slot) -> int:
     if slot.weight.ndim < 2:
         return slot.weight.numel() * 4
     rows = 1 if slot.format is None else min(slot.format.block_size[0], slot.weight.shape[0])
-    return rows * prod(slot.weight.shape[1:]) * 4
+    *others, columns = slot.weight.shape[1:]
+    if slot.format is not None:
+        _, columns = slot.format.columns_read(slot.origin[-1], columns, slot.full_shape[-1])
+    return rows * prod(others) * columns * 4

@@ -35,8 +35,14 @@ def bind(step: Step, slot: Slot, source: Tensor, config: RefitConfig, product: L
         round_to_bf16=config.fp32_sources == "round_to_bf16" and not slot.is_optional,
         select=step.select,
         is_transposed=step.is_transposed,
+        columns=None if step.shape == slot.weight.shape or step.op is not Op.QUANTIZE else _columns(step, slot),
         product=product,
     )
+
+
+def _columns(step: Step, slot: Slot) -> tuple[int, int]:
+    """See `Task.columns`: the step reads whole rows of blocks, of which the slot holds a part."""
+    return step.shape[-1], slot.origin[-1] - step.offset[-1]
 
 
 def scale_formats(steps: Iterable[Step], slots: Sequence[Slot]) -> dict[str, ScaleFormat]:
@@ -71,7 +77,7 @@ def scale_problem(name: str, scale_format: ScaleFormat) -> str:
 def split(task: Task, num_bytes: int) -> Iterator[Task]:
     """Cut a task into ranges of rows that fit into `num_bytes`."""
     length = task.target.shape[0] if task.target.ndim else 1
-    row_bytes = prod(task.target.shape[1:]) * task.source.element_size()
+    row_bytes = prod(task.shape[1:]) * task.source.element_size()
     if length * row_bytes <= num_bytes or task.target.ndim == 0:
         yield task
         return

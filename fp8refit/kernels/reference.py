@@ -15,8 +15,8 @@ UE8M0_MANTISSA_464 = 0x680000
 def block_scales(amax: Tensor, block_format: BlockFormat) -> Tensor:
     """Scales for blocks of E4M3 codes whose largest magnitude is `amax` (float32).
 
-    `fp32` and `fp32_floored`: `amax / 448`. `fp32_reciprocal`: `amax` times the float32 next to `1 / 448`. `ue8m0`: the
-    smallest power of two `s` with `amax / s <= 464`, found from the exponent bits; with 464 instead of 448 vLLM's
+    `fp32`, `fp32_floored` and `fp32_dividing`: `amax / 448`. `fp32_reciprocal`: `amax` times the float32 next to `1 / 448`.
+    `ue8m0`: the smallest power of two `s` with `amax / s <= 464`, found from the exponent bits; with 464 instead of 448 vLLM's
     requantization at boot leaves the codes as they are.
     """
     match block_format.codes:
@@ -25,7 +25,7 @@ def block_scales(amax: Tensor, block_format: BlockFormat) -> Tensor:
         case _:
             assert_never(block_format.codes)
     match block_format.scale_format:
-        case ScaleFormat.FP32 | ScaleFormat.FP32_FLOORED:
+        case ScaleFormat.FP32 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_DIVIDING:
             # Divide by a tensor: torch on CUDA turns division by a Python number into multiplication by its reciprocal.
             return amax / torch.full_like(amax, E4M3_MAX)
         case ScaleFormat.FP32_RECIPROCAL:
@@ -51,13 +51,13 @@ def quantize_reference(weight: Tensor, block_format: BlockFormat) -> tuple[Tenso
     padded[:rows, :cols] = weight
     blocks = padded.view(num_n, block_n, num_k, block_k)
     match block_format.amax_over:
-        case AmaxOver.OWN_SLICE:
+        case AmaxOver.OWN_SLICE | AmaxOver.WHOLE_BLOCK:
             amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
         case _:
             assert_never(block_format.amax_over)
     scale = block_scales(amax, block_format)
-    inverse = torch.ones_like(scale) / scale
-    codes = (blocks * inverse).clamp(-E4M3_MAX, E4M3_MAX).to(block_format.codes.dtype).view_as(padded)[:rows, :cols]
+    scaled = blocks / scale if block_format.scale_format.divides else blocks * (torch.ones_like(scale) / scale)
+    codes = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(block_format.codes.dtype).view_as(padded)[:rows, :cols]
     return codes.contiguous(), scale.view(num_n, num_k), ~torch.isfinite(amax).all()
 
 

@@ -155,6 +155,8 @@ def _run_reference(task: Task, source: Tensor) -> bool:
         if source.dtype is torch.float32 and task.round_to_bf16:
             source = source.to(torch.bfloat16)
         codes, scale, is_bad = quantize_reference(source, task.format)
+        if task.columns is not None:
+            codes = codes.narrow(1, task.columns[1], task.target.shape[1])
         task.target.view(torch.uint8).copy_(codes.view(torch.uint8))
         task.scale.copy_(scale)
         return bool(is_bad)

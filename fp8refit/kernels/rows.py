@@ -22,6 +22,8 @@ from fp8refit.live.slots import Op
 
 COPY_TILE = 2048
 """Elements that one program copies."""
+ROW_TILE = 8
+"""Rows that one program quantizes if each has one scale."""
 _MERGE_BLOCK = 128, 128
 """The only block size of tasks with products: a program computes the product for one block."""
 
@@ -41,6 +43,9 @@ class Row(NamedTuple):
     first_tile: int
     tiles_per_row: int
     task: int
+    first_col: int
+    """Where the target's columns begin in the box, which may be wider."""
+    target_cols: int
 
 
 FIELDS = Row._fields
@@ -66,7 +71,14 @@ class Kind(NamedTuple):
     @property
     def tile(self) -> tuple[int, int]:
         """Rows and columns of one tile."""
-        return self.format.block_size if self.op is Op.QUANTIZE and self.format is not None else (1, COPY_TILE)
+        if self.op is not Op.QUANTIZE or self.format is None:
+            return 1, COPY_TILE
+        return (ROW_TILE, WHOLE) if self.quantizes_rows else self.format.block_size
+
+    @property
+    def quantizes_rows(self) -> bool:
+        """Whether it quantizes, with one scale per row."""
+        return self.op is Op.QUANTIZE and self.format is not None and self.format.block_size == (1, WHOLE)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -197,11 +209,15 @@ def _rows_of(index: int, task: Task) -> list[tuple[Kind, Row, int]]:
     box = task.box(task.source)
     if task.op is Op.QUANTIZE:
         assert task.scale is not None and task.format is not None and box.ndim == 2, f"{task=}"
-        assert WHOLE not in task.format.block_size, f"{task.format}: no kernel takes one maximum of so many values"
+        has_kernel = task.format.block_size == (1, WHOLE) or (
+            WHOLE not in task.format.block_size and task.columns is None
+        )
+        assert has_kernel, f"{task.format}: no kernel takes one maximum of so many values"
         pieces = [(box, task.target)]
     else:
         pieces = _as_matrices(box, task.target)
     rows, is_quantize = [], task.op is Op.QUANTIZE
+    first_col = 0 if task.columns is None else task.columns[1]
     scale_at, scale_row = (0, 0) if task.scale is None else (task.scale.data_ptr(), task.scale.stride(0))
     for source, target in pieces:
         (num_rows, num_cols), strides, target_strides = source.shape, source.stride(), target.stride()
@@ -212,8 +228,9 @@ def _rows_of(index: int, task: Task) -> list[tuple[Kind, Row, int]]:
             target_dtype=target.dtype,
             format=task.format if task.op in (Op.QUANTIZE, Op.COPY_SCALES) else None,
             round_to_bf16=is_quantize and source.dtype is torch.float32 and task.round_to_bf16,
-            is_aligned=_is_aligned(source_at, num_rows, num_cols, *strides)
-            and _is_aligned(target_at, num_rows, num_cols, *target_strides),
+            is_aligned=first_col % 16 == 0
+            and _is_aligned(source_at, num_rows, num_cols, *strides)
+            and _is_aligned(target_at, *target.shape, *target_strides),
             product=_product_kind(task),
         )
         row = Row(
@@ -229,6 +246,8 @@ def _rows_of(index: int, task: Task) -> list[tuple[Kind, Row, int]]:
             first_tile=0,
             tiles_per_row=-(-num_cols // kind.tile[1]),
             task=index,
+            first_col=first_col,
+            target_cols=target.shape[1],
         )
         rows.append((kind, row, source_at - task.source.data_ptr()))
     return rows

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8refit.kernels.rows import COPY_TILE, NUM_FIELDS, Kind
+from fp8refit.kernels.rows import COPY_TILE, NUM_FIELDS, ROW_TILE, Kind
 from fp8refit.kernels.triton_products import TRITON_DTYPES, constants_of, product_of_block
 from fp8refit.kernels.work import Action
 from fp8refit.live.formats import AmaxOver, BlockFormat, Codes, ScaleFormat
@@ -23,6 +23,8 @@ _BLOCKS_PER_PROGRAM = {2: 2}
 _MERGE_WARPS = 8
 _BLOCKS_PER_MERGE = 2
 """Blocks per program if it adds a product first."""
+_ROW_TILE_COLUMNS = 512
+"""Columns that a program loads at once if each row has one scale."""
 _COPY_WARPS = 4
 _TRITON_DTYPES = TRITON_DTYPES | {
     torch.float64: tl.float64,
@@ -90,6 +92,16 @@ def launch_of(kind: Kind, device: torch.device, *, check: bool, action: Action) 
         "WRITE": action is Action.WRITE,
         "COMPARE": action is Action.COMPARE,
     }
+    saturates = isinstance(_quantize_tiles, triton.JITFunction)
+    if kind.quantizes_rows:
+        assert kind.format is not None, f"{kind=}"
+        others = {
+            "TILE_N": ROW_TILE,
+            "TILE_K": _ROW_TILE_COLUMNS,
+            "ROUND_TO_BF16": kind.round_to_bf16,
+            "SATURATES": saturates,
+        }
+        return Launch(_quantize_rows, common | others | _arithmetic(kind.format), num_warps=_QUANTIZE_WARPS)
     if kind.op is Op.QUANTIZE:
         assert kind.format is not None, f"{kind=}"
         block_n, block_k = kind.format.block_size
@@ -106,7 +118,7 @@ def launch_of(kind: Kind, device: torch.device, *, check: bool, action: Action) 
                 "TILE_K": triton.next_power_of_2(block_k),
                 **_arithmetic(kind.format),
                 "ROUND_TO_BF16": kind.round_to_bf16,
-                "SATURATES": isinstance(_quantize_tiles, triton.JITFunction),
+                "SATURATES": saturates,
             }
         )
         if merges:
@@ -127,12 +139,12 @@ def _arithmetic(block_format: BlockFormat) -> dict[str, Any]:
         case _:
             assert_never(block_format.codes)
     match block_format.amax_over:
-        case AmaxOver.OWN_SLICE:
+        case AmaxOver.OWN_SLICE | AmaxOver.WHOLE_BLOCK:
             pass
         case _:
             assert_never(block_format.amax_over)
     match block_format.scale_format:
-        case ScaleFormat.FP32 | ScaleFormat.FP32_FLOORED:
+        case ScaleFormat.FP32 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_DIVIDING:
             rule = {"IS_UE8M0": False, "IS_RECIPROCAL": False}
         case ScaleFormat.FP32_RECIPROCAL:
             rule = {"IS_UE8M0": False, "IS_RECIPROCAL": True}
@@ -140,7 +152,8 @@ def _arithmetic(block_format: BlockFormat) -> dict[str, Any]:
             rule = {"IS_UE8M0": True, "IS_RECIPROCAL": False}
         case _:
             assert_never(block_format.scale_format)
-    return {**rule, "AMAX_FLOOR": block_format.scale_format.amax_floor}
+    scale_format = block_format.scale_format
+    return {**rule, "AMAX_FLOOR": scale_format.amax_floor, "DIVIDES": scale_format.divides}
 
 
 @triton.jit
@@ -158,12 +171,37 @@ def _amax_bits(x):
     return tl.max(tl.max(_magnitude_bits(x), axis=1), axis=0)
 
 
+@triton.jit
+def _scale_of(amax_bits, IS_UE8M0: tl.constexpr, IS_RECIPROCAL: tl.constexpr, AMAX_FLOOR: tl.constexpr):
+    """The scale for a largest magnitude, or for several, as `reference.block_scales` computes it."""
+    amax = tl.maximum(amax_bits.to(tl.float32, bitcast=True), AMAX_FLOOR)
+    if IS_UE8M0:
+        bits = amax.to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x680000).to(tl.int32)
+        s = (exponent << 23).to(tl.float32, bitcast=True)
+    elif IS_RECIPROCAL:
+        s = amax * (1 / 448)
+    else:
+        s = tl.div_rn(amax, 448.0)
+    return s
+
+
+@triton.jit
+def _code_of(x, s, DIVIDES: tl.constexpr, SATURATES: tl.constexpr):
+    """The codes of float32 values whose scale is `s`, or whose scales have the shape of `s`."""
+    code = tl.div_rn(x, s) if DIVIDES else x * tl.div_rn(1.0, s)
+    if not SATURATES:  # a GPU's cast does: cvt.rn.satfinite.e4m3x2
+        code = tl.minimum(tl.maximum(code, -448.0), 448.0)
+    return code.to(tl.float8e4nv)
+
+
 @triton.jit(do_not_specialize=["shift", "first_tile", "num_tiles"])
 def _quantize_tiles(
     matrix, tile_rows, status, differs, products, shift: tl.int64, first_tile, num_tiles, NUM_BLOCKS: tl.constexpr,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-    IS_UE8M0: tl.constexpr, IS_RECIPROCAL: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND_TO_BF16: tl.constexpr,
+    IS_UE8M0: tl.constexpr, IS_RECIPROCAL: tl.constexpr, AMAX_FLOOR: tl.constexpr, DIVIDES: tl.constexpr,
+    ROUND_TO_BF16: tl.constexpr,
     SATURATES: tl.constexpr, IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr, WRITE: tl.constexpr, COMPARE: tl.constexpr,
     LOW_DTYPE: tl.constexpr, STEP: tl.constexpr, IS_ONE_STEP: tl.constexpr, IS_RANK_ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -173,8 +211,8 @@ def _quantize_tiles(
         if first + index < num_tiles:
             _quantize_tile(
                 matrix, tile_rows, status, differs, products, shift, first_tile + first + index, SOURCE, TARGET, NUM_FIELDS,
-                BLOCK_N, BLOCK_K, TILE_N, TILE_K, IS_UE8M0, IS_RECIPROCAL, AMAX_FLOOR, ROUND_TO_BF16, SATURATES, IS_ALIGNED,
-                CHECK, WRITE, COMPARE, LOW_DTYPE, STEP, IS_ONE_STEP, IS_RANK_ALIGNED,
+                BLOCK_N, BLOCK_K, TILE_N, TILE_K, IS_UE8M0, IS_RECIPROCAL, AMAX_FLOOR, DIVIDES, ROUND_TO_BF16, SATURATES,
+                IS_ALIGNED, CHECK, WRITE, COMPARE, LOW_DTYPE, STEP, IS_ONE_STEP, IS_RANK_ALIGNED,
             )  # fmt: skip
 
 
@@ -183,7 +221,8 @@ def _quantize_tile(
     matrix, tile_rows, status, differs, products, shift, tile,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-    IS_UE8M0: tl.constexpr, IS_RECIPROCAL: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND_TO_BF16: tl.constexpr,
+    IS_UE8M0: tl.constexpr, IS_RECIPROCAL: tl.constexpr, AMAX_FLOOR: tl.constexpr, DIVIDES: tl.constexpr,
+    ROUND_TO_BF16: tl.constexpr,
     SATURATES: tl.constexpr, IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr, WRITE: tl.constexpr, COMPARE: tl.constexpr,
     LOW_DTYPE: tl.constexpr, STEP: tl.constexpr, IS_ONE_STEP: tl.constexpr, IS_RANK_ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -237,20 +276,8 @@ def _quantize_tile(
     if CHECK:
         tl.store(status + tl.load(row + 11), 1, mask=amax_bits >= 0x7F800000)
     if WRITE or COMPARE:
-        amax = tl.maximum(amax_bits.to(tl.float32, bitcast=True), AMAX_FLOOR)
-        if IS_UE8M0:
-            bits = amax.to(tl.int32, bitcast=True)
-            exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x680000).to(tl.int32)
-            s = (exponent << 23).to(tl.float32, bitcast=True)
-        elif IS_RECIPROCAL:
-            s = amax * (1 / 448)
-        else:
-            s = tl.div_rn(amax, 448.0)
-        inverse = tl.div_rn(1.0, s)
-        code = x * inverse
-        if not SATURATES:  # a GPU's cast does: cvt.rn.satfinite.e4m3x2
-            code = tl.minimum(tl.maximum(code, -448.0), 448.0)
-        code = code.to(tl.float8e4nv)
+        s = _scale_of(amax_bits, IS_UE8M0, IS_RECIPROCAL, AMAX_FLOOR)
+        code = _code_of(x, s, DIVIDES, SATURATES)
         target_at = target + first_n.to(tl.int64) * target_row + first_k
         target_at += n[:, None] * target_row + k[None, :]
         scale_at = scale + block_n * scale_row + block_k
@@ -262,6 +289,92 @@ def _quantize_tile(
             is_other = (code.to(tl.int8, bitcast=True) != held) & mask
             num_other = tl.sum(tl.sum(is_other.to(tl.int32), axis=1), axis=0)
             num_other += (tl.load(scale_at).to(tl.int32, bitcast=True) != s.to(tl.int32, bitcast=True)).to(tl.int32)
+            tl.store(differs + tl.load(row + 11), 1, mask=num_other > 0)
+
+
+@triton.jit
+def _bits_to_compare(x):
+    """Bits of |x| that sort like the magnitudes, in as many bits as `x` has."""
+    if x.dtype.primitive_bitwidth == 16:
+        return x.to(tl.int16, bitcast=True) & 0x7FFF
+    return _magnitude_bits(x)
+
+
+@triton.jit(do_not_specialize=["shift", "first_tile", "num_tiles"])
+def _quantize_rows(
+    matrix, tile_rows, status, differs, products, shift: tl.int64, first_tile, num_tiles,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    IS_UE8M0: tl.constexpr, IS_RECIPROCAL: tl.constexpr, AMAX_FLOOR: tl.constexpr, DIVIDES: tl.constexpr,
+    ROUND_TO_BF16: tl.constexpr, SATURATES: tl.constexpr, IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr,
+    WRITE: tl.constexpr, COMPARE: tl.constexpr,
+):  # fmt: skip
+    """One program quantizes `TILE_N` rows, each with one scale: it reads them for their maxima, and again from the cache."""
+    tile = first_tile + tl.program_id(0)
+    row = matrix + tl.load(tile_rows + tile).to(tl.int64) * NUM_FIELDS
+    source = (tl.load(row + 0) + shift).to(tl.pointer_type(SOURCE))
+    target = tl.load(row + 1).to(tl.pointer_type(tl.float8e4nv))
+    scale = tl.load(row + 2).to(tl.pointer_type(tl.float32))
+    num_rows = tl.load(row + 3).to(tl.int32)
+    num_cols = tl.load(row + 4).to(tl.int32)
+    source_row = tl.load(row + 5)
+    source_col = tl.load(row + 6)
+    target_row = tl.load(row + 7)
+    scale_row = tl.load(row + 8)
+    first_n = (tile - tl.load(row + 9)).to(tl.int32) * TILE_N
+    first_col = tl.load(row + 12).to(tl.int32)
+    target_cols = tl.load(row + 13).to(tl.int32)
+    if IS_ALIGNED:
+        source = tl.multiple_of(source, 16)
+        target = tl.multiple_of(target, 16)
+        num_cols = tl.multiple_of(num_cols, 16)
+        first_col = tl.multiple_of(first_col, 16)
+        target_cols = tl.multiple_of(target_cols, 16)
+        source_row = tl.multiple_of(source_row, 16)
+        target_row = tl.multiple_of(target_row, 16)
+        source_col = 1
+
+    n = tl.arange(0, TILE_N)
+    k = tl.arange(0, TILE_K)
+    is_row = (first_n + n < num_rows)[:, None]
+    source_at = source + first_n.to(tl.int64) * source_row + n[:, None] * source_row + k[None, :] * source_col
+    x = tl.load(source_at, mask=is_row & (k < num_cols)[None, :], other=0.0)
+    if ROUND_TO_BF16:
+        x = x.to(tl.bfloat16)
+    largest = _bits_to_compare(x)
+    for first_k in range(TILE_K, num_cols, TILE_K):
+        x = tl.load(source_at + first_k * source_col, mask=is_row & (first_k + k < num_cols)[None, :], other=0.0)
+        if ROUND_TO_BF16:
+            x = x.to(tl.bfloat16)
+        largest = tl.maximum(largest, _bits_to_compare(x))
+    most = tl.max(largest, axis=1)
+    is_short: tl.constexpr = x.dtype.primitive_bitwidth == 16
+    amax_bits = _magnitude_bits(most.to(tl.int16).to(x.dtype, bitcast=True)) if is_short else most
+    if CHECK:
+        tl.store(status + tl.load(row + 11), 1, mask=tl.max(amax_bits, axis=0) >= 0x7F800000)
+    if WRITE or COMPARE:
+        s = _scale_of(amax_bits, IS_UE8M0, IS_RECIPROCAL, AMAX_FLOOR)
+        scale_at = scale + (first_n + n) * scale_row
+        num_other = 0
+        if WRITE:
+            tl.store(scale_at, s, mask=first_n + n < num_rows)
+        if COMPARE:
+            held = tl.load(scale_at, mask=first_n + n < num_rows, other=1.0).to(tl.int32, bitcast=True)
+            is_other = (held != s.to(tl.int32, bitcast=True)) & (first_n + n < num_rows)
+            num_other += tl.sum(is_other.to(tl.int32), axis=0)
+        target_at = target + first_n.to(tl.int64) * target_row + n[:, None] * target_row + k[None, :]
+        for first_k in range(0, target_cols, TILE_K):
+            mask = is_row & (first_k + k < target_cols)[None, :]
+            x = tl.load(source_at + (first_col + first_k) * source_col, mask=mask, other=0.0)
+            if ROUND_TO_BF16:
+                x = x.to(tl.bfloat16)
+            code = _code_of(x.to(tl.float32), s[:, None], DIVIDES, SATURATES)
+            if WRITE:
+                tl.store(target_at + first_k, code, mask=mask)
+            if COMPARE:
+                other = tl.load((target_at + first_k).to(tl.pointer_type(tl.int8), bitcast=True), mask=mask, other=0)
+                is_other = (code.to(tl.int8, bitcast=True) != other) & mask
+                num_other += tl.sum(tl.sum(is_other.to(tl.int32), axis=1), axis=0)
+        if COMPARE:
             tl.store(differs + tl.load(row + 11), 1, mask=num_other > 0)
 
 

@@ -35,7 +35,7 @@ class Task:
     source: Tensor
     """The whole source tensor, on the table's device, any strides."""
     offset: tuple[int, ...]
-    """Where the box starts in `source`, after `select` and `is_transposed`; the box has the target's shape."""
+    """Where the box starts in `source`, after `select` and `is_transposed`; the box has `shape`."""
     target: Tensor
     """Live weight, or live scale for `COPY_SCALES`. Its last dimension is contiguous."""
     scale: Tensor | None = None
@@ -48,8 +48,17 @@ class Task:
     """Indexes into the leading dimensions of `source`: one expert of a stack."""
     is_transposed: bool = False
     """Whether to transpose `source`."""
+    columns: tuple[int, int] | None = None
+    """Number of columns of the box, and which of them the target's first one is, if a scale covers more than the target holds.
+    Without it, the box has the target's shape."""
     product: LowRank | None = None
     """Added to all of `source` before the box is taken; the sum is rounded to the source's dtype. See `rows.can_merge`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the box."""
+        shape = tuple(self.target.shape)
+        return shape if self.columns is None else (*shape[:-1], self.columns[0])
 
     def box(self, source: Tensor) -> Tensor:
         """The box of this task in `source`, which has the layout of the task's own source."""
@@ -57,9 +66,10 @@ class Task:
             source = source[index]
         if self.is_transposed:
             source = source.mT
-        if source.shape == self.target.shape:
+        shape = self.target.shape if self.columns is None else self.shape
+        if source.shape == shape:
             return source
-        for dim, (start, length) in enumerate(zip(self.offset, self.target.shape, strict=True)):
+        for dim, (start, length) in enumerate(zip(self.offset, shape, strict=True)):
             if (start, length) != (0, source.shape[dim]):
                 source = source.narrow(dim, start, length)
         return source

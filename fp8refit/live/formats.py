@@ -48,12 +48,17 @@ class ScaleFormat(StrEnum):
     """As FP32, with the higher floor of vLLM's own quantizer."""
     FP32_RECIPROCAL = "fp32_reciprocal"
     """As FP32_FLOORED, but `amax * (1 / 448)`: what torch computes on a GPU where vLLM's quantizer divides by 448."""
+    FP32_DIVIDING = "fp32_dividing"
+    """As FP32, with the floor of vLLM's quantizer per channel. Codes are values divided by the scale, not multiplied by its
+    reciprocal."""
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the tensor that holds them."""
         match self:
-            case ScaleFormat.FP32 | ScaleFormat.UE8M0 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_RECIPROCAL:
+            case ScaleFormat.FP32 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_RECIPROCAL | ScaleFormat.FP32_DIVIDING:
+                return torch.float32
+            case ScaleFormat.UE8M0:
                 return torch.float32
             case _:
                 assert_never(self)
@@ -66,6 +71,8 @@ class ScaleFormat(StrEnum):
                 return 1e-10
             case ScaleFormat.UE8M0 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_RECIPROCAL:
                 return 1e-4
+            case ScaleFormat.FP32_DIVIDING:
+                return 2.0**-9
             case _:
                 assert_never(self)
 
@@ -75,7 +82,18 @@ class ScaleFormat(StrEnum):
         match self:
             case ScaleFormat.UE8M0:
                 return True
-            case ScaleFormat.FP32 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_RECIPROCAL:
+            case ScaleFormat.FP32 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_RECIPROCAL | ScaleFormat.FP32_DIVIDING:
+                return False
+            case _:
+                assert_never(self)
+
+    @property
+    def divides(self) -> bool:
+        """Whether codes are values divided by the scale. Others multiply by its reciprocal, and differ at midpoints."""
+        match self:
+            case ScaleFormat.FP32_DIVIDING:
+                return True
+            case ScaleFormat.FP32 | ScaleFormat.UE8M0 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_RECIPROCAL:
                 return False
             case _:
                 assert_never(self)
@@ -86,6 +104,8 @@ class AmaxOver(StrEnum):
 
     OWN_SLICE = "own_slice"
     """What the rank itself holds, whose first block begins at its first element."""
+    WHOLE_BLOCK = "whole_block"
+    """The matrix's own block, of which a rank may hold a part: its scale is the same on every rank."""
 
 
 class Placement(StrEnum):
@@ -122,19 +142,39 @@ class BlockFormat:
 
     def block_at(self, start: Sequence[int]) -> tuple[int, ...] | None:
         """Return the block of a matrix, or of a stack, at whose first element a slice may begin; None if that cuts a block."""
+        *stack, row, column = start
         match self.amax_over:
             case AmaxOver.OWN_SLICE:
-                *stack, row, column = start
                 is_cut = row % self.block_size[0] or column % self.block_size[1]
                 return None if is_cut else (*stack, row // self.block_size[0], column // self.block_size[1])
+            case AmaxOver.WHOLE_BLOCK:
+                return (*stack, row // self.block_size[0], column // self.block_size[1])
             case _:
                 assert_never(self.amax_over)
 
     def holds_whole_blocks(self, start: Sequence[int], shape: Sequence[int], full_shape: Sequence[int]) -> bool:
         """Whether a slice cuts no block of its matrix, so that who quantizes the matrix gets the same bytes."""
         ends = ((first + length, full) for first, length, full in zip(start, shape, full_shape, strict=True))
-        cuts = (end % size and end != full for (end, full), size in zip(ends, self.block_size, strict=True))
-        return self.block_at(start) is not None and not any(cuts)
+        cuts = [end % size and end != full for (end, full), size in zip(ends, self.block_size, strict=True)]
+        match self.amax_over:
+            case AmaxOver.OWN_SLICE:
+                return self.block_at(start) is not None and not any(cuts)
+            case AmaxOver.WHOLE_BLOCK:
+                return True
+            case _:
+                assert_never(self.amax_over)
+
+    def columns_read(self, start: int, length: int, full: int) -> tuple[int, int]:
+        """Return the columns of a matrix, first and number, whose values decide what a slice of its columns is quantized to."""
+        match self.amax_over:
+            case AmaxOver.OWN_SLICE:
+                return start, length
+            case AmaxOver.WHOLE_BLOCK:
+                side = self.block_size[1]
+                first = start // side * side
+                return first, min(-(-(start + length) // side) * side, full) - first
+            case _:
+                assert_never(self.amax_over)
 
     def __str__(self) -> str:
         rows, columns = ("all" if size == WHOLE else size for size in self.block_size)
@@ -176,7 +216,11 @@ class Container(StrEnum):
 def quantization_config(
     block_format: BlockFormat | None = None, kept: Iterable[str] = (), container: Container = Container.FP8
 ) -> dict[str, object]:
-    """Return what `config.json` says in checkpoints of a format, by default block FP8. Modules in `kept` are not quantized."""
+    """Return what `config.json` says in checkpoints of a format, by default block FP8. Modules in `kept` are not quantized.
+
+    Raises:
+        ValueError: The container has no such format.
+    """
     block_format, names = block_format or BlockFormat(), list(dict.fromkeys(kept))
     match block_format.codes:
         case Codes.E4M3:
@@ -184,7 +228,9 @@ def quantization_config(
         case _:
             assert_never(block_format.codes)
     match block_format.scale_format:
-        case ScaleFormat.FP32 | ScaleFormat.UE8M0 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_RECIPROCAL:
+        case ScaleFormat.FP32 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_RECIPROCAL | ScaleFormat.FP32_DIVIDING:
+            return _config_of_fp8(block_format.block_size, names, container)
+        case ScaleFormat.UE8M0:
             return _config_of_fp8(block_format.block_size, names, container)
         case _:
             assert_never(block_format.scale_format)
@@ -192,6 +238,9 @@ def quantization_config(
 
 def _config_of_fp8(block_size: tuple[int, int], kept: list[str], container: Container) -> dict[str, object]:
     """As vLLM's `Fp8Config`, `CompressedTensorsConfig` and `ModelOptFp8Config` read it."""
+    has_rows = block_size == (1, WHOLE)
+    if has_rows and container is not Container.COMPRESSED_TENSORS:
+        raise ValueError(f"container {container} has no scales per row; use {Container.COMPRESSED_TENSORS}")
     match container:
         case Container.FP8:
             return {
@@ -203,8 +252,10 @@ def _config_of_fp8(block_size: tuple[int, int], kept: list[str], container: Cont
             }
         case Container.COMPRESSED_TENSORS:
             common = {"num_bits": 8, "type": "float", "symmetric": True}
-            weights = {**common, "strategy": "block", "block_structure": list(block_size), "dynamic": False}
-            activations = {**common, "strategy": "group", "group_size": block_size[1], "dynamic": True}
+            blocks = {"strategy": "block", "block_structure": list(block_size)}
+            weights = {**common, **({"strategy": "channel"} if has_rows else blocks), "dynamic": False}
+            groups = {"strategy": "group", "group_size": block_size[1]}
+            activations = {**common, **({"strategy": "token"} if has_rows else groups), "dynamic": True}
             group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
             return {
                 "quant_method": "compressed-tensors",

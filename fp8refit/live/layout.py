@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from pydantic import BaseModel, PositiveInt, field_validator
 
-from fp8refit.live.formats import BlockFormat, Container, ScaleFormat
+from fp8refit.live.formats import AmaxOver, BlockFormat, Container, ScaleFormat
 from fp8refit.live.names import is_kv_scale
 from fp8refit.live.slots import Inventory, KvCache, Slot, Stacked, dtype_name
 
@@ -32,6 +32,7 @@ class SlotLayout(BaseModel, frozen=True):
     scale_format: ScaleFormat | None
     """None if the slot is copied, not quantized."""
     block_size: tuple[PositiveInt, PositiveInt] | None
+    amax_over: AmaxOver = AmaxOver.OWN_SLICE
     kernel: str
     """Class of the engine kernel that reads it."""
     is_rearranged: bool = False
@@ -42,7 +43,7 @@ class SlotLayout(BaseModel, frozen=True):
         """How it is held quantized; None if it is copied."""
         if self.scale_format is None or self.block_size is None:
             return None
-        return BlockFormat(scale_format=self.scale_format, block_size=self.block_size)
+        return BlockFormat(scale_format=self.scale_format, block_size=self.block_size, amax_over=self.amax_over)
 
     @classmethod
     def of(cls, slot: Slot) -> Self:
@@ -56,6 +57,7 @@ class SlotLayout(BaseModel, frozen=True):
             dtype=dtype_name(slot.weight.dtype),
             scale_format=slot.format.scale_format if slot.format is not None else None,
             block_size=slot.format.block_size if slot.format is not None else None,
+            amax_over=slot.format.amax_over if slot.format is not None else AmaxOver.OWN_SLICE,
             kernel=slot.kernel,
             is_rearranged=slot.is_rearranged,
         )

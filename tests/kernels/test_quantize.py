@@ -10,9 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fp8refit import NonFiniteError, dequantize_blockwise, quantize_blockwise
+from fp8refit.kernels import quantize_matrix
 from fp8refit.kernels.reference import block_scales, quantize_reference
 from fp8refit.kernels.triton_table import TritonTable
-from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.kernels.work import Action
+from fp8refit.live.formats import WHOLE, AmaxOver, BlockFormat, ScaleFormat
 from fp8refit.live.slots import FP8_DTYPE, SOURCE_DTYPES
 from tests.kernels.tables import assert_same_as_reference, quantize_task
 
@@ -20,7 +22,9 @@ from tests.kernels.tables import assert_same_as_reference, quantize_task
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning")
 
 SHAPES = [(1, 1), (127, 129), (128, 128), (129, 127), (256, 384), (1, 4096), (300, 272)]
-BLOCKS = [(128, 128), (64, 64), (32, 128), (96, 80)]
+BLOCKS = [(128, 128), (64, 64), (32, 128), (96, 80), (1, WHOLE)]
+ROWS = BlockFormat(block_size=(1, WHOLE), scale_format=ScaleFormat.FP32_DIVIDING, amax_over=AmaxOver.WHOLE_BLOCK)
+"""One scale per row: FP8 per channel."""
 COMBINATIONS = [
     (torch.bfloat16, ScaleFormat.FP32),
     (torch.bfloat16, ScaleFormat.UE8M0),
@@ -28,6 +32,7 @@ COMBINATIONS = [
     (torch.float16, ScaleFormat.FP32),
     (torch.bfloat16, ScaleFormat.FP32_FLOORED),
     (torch.bfloat16, ScaleFormat.FP32_RECIPROCAL),
+    (torch.bfloat16, ScaleFormat.FP32_DIVIDING),
 ]
 LAYOUTS = {
     "dense": lambda wide: wide.contiguous(),
@@ -85,7 +90,51 @@ def test_kernel_equals_reference_with_one_row_a_block(shape, device):
 @pytest.mark.parametrize("dtype", SOURCE_DTYPES)
 def test_kernel_reads_any_strides(layout, dtype, device):
     source = LAYOUTS[layout](random_matrix(150, 208, dtype).to(device))
-    assert assert_same_as_reference([quantize_task(source)]) == []
+    tasks = [quantize_task(source, block_size=block_size) for block_size in ((128, 128), (1, WHOLE))]
+    assert assert_same_as_reference(tasks) == []
+
+
+@pytest.mark.parametrize("action", [Action.WRITE, Action.COMPARE])
+@pytest.mark.parametrize("columns", [(0, 208), (0, 96), (96, 112), (3, 50), (207, 1)], ids=str)
+@pytest.mark.parametrize("dtype", SOURCE_DTYPES)
+def test_a_scale_of_a_whole_row_is_the_same_for_whoever_holds_a_part(dtype, columns, action, device):
+    """A rank holds some columns; the outlier, at column 104, is not always among them."""
+    first, length = columns
+    source = random_matrix(150, 208, dtype)
+    whole = quantize_matrix(source, ROWS)
+    task = quantize_task(source.to(device), block_size=(1, WHOLE), scale_format=ROWS.scale_format, shape=(150, length))
+    task = replace(task, format=ROWS, columns=(208, first))
+    assert assert_same_as_reference([task], action=action) == []
+    if action is Action.WRITE:
+        table = TritonTable([task], device)
+        table.launch(check=True)
+        assert table.bad_tasks() == []
+        held = whole[0].view(torch.uint8)[:, first : first + length]
+        assert torch.equal(task.target.view(torch.uint8).cpu(), held) and torch.equal(task.scale.cpu(), whole[1])
+        table.launch(check=True, action=Action.COMPARE)
+        assert table.differing_tasks() == []
+        task.scale[149] *= 2
+        table.launch(check=True, action=Action.COMPARE)
+        assert table.differing_tasks() == [0]
+
+
+def test_what_is_not_finite_in_a_row_is_flagged_for_whoever_holds_another_part(device):
+    source = random_matrix(20, 208, torch.bfloat16)
+    source[13, 200] = torch.inf
+    task = quantize_task(source.to(device), block_size=(1, WHOLE), shape=(20, 64))
+    assert assert_same_as_reference([replace(task, format=ROWS, columns=(208, 0))]) == [0]
+
+
+def test_a_row_is_divided_by_its_scale_as_vllm_divides():
+    """1.0625 times the scale is between two codes: multiplied by the reciprocal, some values go to the other one."""
+    source = random_matrix(64, 4096, torch.bfloat16, seed=3)
+    codes, scale = quantize_matrix(source, ROWS)
+    amax = source.float().abs().amax(dim=1, keepdim=True)
+    assert torch.equal(scale, (amax / torch.tensor(448.0)).clamp_min(1 / (448 * 512)))
+    expected = (source / scale).clamp(-448, 448).to(FP8_DTYPE)
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+    other, _ = quantize_matrix(source, replace(ROWS, scale_format=ScaleFormat.FP32))
+    assert not torch.equal(codes.view(torch.uint8), other.view(torch.uint8))
 
 
 @pytest.mark.parametrize("value", SPECIALS.values(), ids=SPECIALS.keys())
@@ -173,7 +222,7 @@ def test_a_bad_value_flags_its_task_alone(value, dtype, device):
     weights = [random_matrix(129, 127, dtype, seed=seed).to(device) for seed in range(3)]
     weights[1][128, 126] = value
     tasks = [quantize_task(weight, scale_format=scale_format) for scale_format in ScaleFormat for weight in weights]
-    assert assert_same_as_reference(tasks) == [1, 4, 7, 10]
+    assert assert_same_as_reference(tasks) == [3 * number + 1 for number in range(len(ScaleFormat))]
 
 
 def test_a_bad_value_is_not_looked_for_unless_asked(device):
@@ -305,8 +354,8 @@ def smallest_power_of_two(amax: Fraction) -> Fraction:
 
 
 def exact_scale(amax: float, scale_format: ScaleFormat) -> Fraction:
-    floor = Fraction(1, 10**10 if scale_format is ScaleFormat.FP32 else 10**4)
-    amax = max(Fraction(amax), nearest_float32(floor))
+    floors = {ScaleFormat.FP32: Fraction(1, 10**10), ScaleFormat.FP32_DIVIDING: Fraction(1, 512)}
+    amax = max(Fraction(amax), nearest_float32(floors.get(scale_format, Fraction(1, 10**4))))
     match scale_format:
         case ScaleFormat.UE8M0:
             return smallest_power_of_two(amax)
@@ -331,9 +380,9 @@ def test_reference_equals_exact_arithmetic(values, top, scale_format):
         codes, scale, is_bad = quantize_reference(weight, BlockFormat(scale_format=scale_format))
         expected_scale = exact_scale(weight.abs().max().item(), scale_format)
         assert not is_bad and Fraction(scale.item()) == expected_scale
-        inverse = nearest_float32(1 / expected_scale)
+        scale_or_inverse = expected_scale if scale_format.divides else 1 / nearest_float32(1 / expected_scale)
         for value, code in zip(weight[0].tolist(), codes.view(torch.uint8)[0].tolist(), strict=True):
-            expected = nearest_e4m3(min(nearest_float32(abs(Fraction(value)) * inverse), Fraction(448)))
+            expected = nearest_e4m3(min(nearest_float32(abs(Fraction(value)) / scale_or_inverse), Fraction(448)))
             assert code & 0x7F == expected
             assert code >> 7 == torch.tensor(value).signbit()
 

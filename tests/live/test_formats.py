@@ -1,6 +1,7 @@
 """A part of a format that nobody has decided about is refused by name wherever formats differ."""
 
 import ast
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -127,7 +128,6 @@ DECIDED = {
         lambda each: WireTensor(name="w", shape=(4, 4), dtype="float8_e4m3fn", format=each, row_step=2).parts(
             (0, 0), (4, 4), 0
         ),
-        told,
     ],
     "placement": [
         *(where(op) for where, op in product((on_cpu, on_gpu), (Op.QUANTIZE, Op.COPY_CODES, Op.COPY_SCALES))),
@@ -211,7 +211,8 @@ def test_a_scale_may_be_that_of_a_row_a_column_or_the_whole_matrix(block_size):
     assert scale.shape == block_format.scale_shape(weight.shape) == (6 // sides[0], 40 // sides[1])
     assert "all" in str(block_format)
     whole = Task(op=Op.QUANTIZE, source=weight, offset=(0, 0), target=codes, scale=scale, format=block_format)
-    with pytest.raises(AssertionError, match="no kernel"):
+    refused = pytest.raises(AssertionError, match="no kernel") if block_size[0] == WHOLE else nullcontext()
+    with refused:
         rows_of_all([whole], [0], None)
 
 
