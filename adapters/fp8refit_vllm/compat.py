@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from fp8refit.driver.admission import refusal
 from fp8refit.errors import EngineDirtyError
-from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.formats import WHOLE, AmaxOver, BlockFormat, ScaleFormat
 from fp8refit.live.seams import Seam, within
 from fp8refit.live.versions import Versions
 
@@ -304,15 +304,26 @@ def block_format(module: Any, *, has_powers_of_two: bool) -> BlockFormat:
     """The format of a layer whose kernel reads rows: with `fp8_per_block`, that of vLLM's own quantizer
     (`per_block_cast_to_fp8`).
 
-    It divides block maxima by a Python number, which torch does on a CPU; on a GPU it multiplies by the reciprocal.
+    It divides block maxima by a Python number, which torch does on a CPU; on a GPU it multiplies by the reciprocal. With
+    `fp8_per_channel`, a rank that holds a part of a row took the maximum of that part before 0.31.
     """
+    if getattr(module, "weight_block_size", None) is None:
+        from vllm.model_executor.layers.quantization.utils import quant_utils
+
+        is_of_part = _is_online(module) and not hasattr(quant_utils, "amax_for_tp_weight_quant")
+        amax_over = AmaxOver.OWN_SLICE if is_of_part else AmaxOver.WHOLE_BLOCK
+        return BlockFormat(scale_format=ScaleFormat.FP32_DIVIDING, block_size=(1, WHOLE), amax_over=amax_over)
     scale_format = ScaleFormat.UE8M0 if has_powers_of_two else ScaleFormat.FP32
-    is_online = type(getattr(module, "quant_method", None)).__name__.startswith("Fp8PerBlockOnline")
-    if is_online and not has_powers_of_two:
+    if _is_online(module) and not has_powers_of_two:
         is_cpu = next(module.parameters(recurse=False)).is_cpu
         scale_format = ScaleFormat.FP32_FLOORED if is_cpu else ScaleFormat.FP32_RECIPROCAL
     rows, columns = module.weight_block_size
     return BlockFormat(scale_format=scale_format, block_size=(int(rows), int(columns)))
+
+
+def _is_online(module: Any) -> bool:
+    """Whether vLLM itself quantized a layer, when it was booted."""
+    return "Online" in type(getattr(module, "quant_method", None)).__name__
 
 
 def dequantized(layer: Any, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,8 @@ from fp8refit_vllm.experts import experts_backend, kernel_of_experts, sync_exper
 ROW_MAJOR_KERNELS = frozenset(
     {
         "BlockWiseTorchFP8ScaledMMLinearKernel",
+        "ChannelWiseTorchFP8ScaledMMLinearKernel",
+        "CutlassFP8ScaledMMLinearKernel",
         "CutlassFp8BlockScaledMMKernel",
         "DeepGemmFp8BlockScaledMMKernel",
         "FlashInferFp8BlockScaledMMKernel",
@@ -23,7 +25,7 @@ ROW_MAJOR_KERNELS = frozenset(
         "TritonFp8BlockScaledMMKernel",
     }
 )
-"""vLLM kernels that read block-FP8 weights in checkpoint layout."""
+"""vLLM kernels that read weights with scales per block or row in rows, as checkpoints hold them."""
 
 
 ROW_MAJOR_MARK = "reads_row_major_block_fp8"

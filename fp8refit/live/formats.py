@@ -191,6 +191,11 @@ class Container(StrEnum):
     MODELOPT = "modelopt"
     """`..._scale`, of shape (rows, 1, columns, 1)."""
 
+    def or_other(self, block_format: BlockFormat) -> "Container":
+        """This one, or another if it has no form for a format: an engine that quantizes itself boots from no container."""
+        has_form = self is not Container.FP8 or block_format.block_size != (1, WHOLE)
+        return self if has_form else Container.COMPRESSED_TENSORS
+
     @property
     def scale_suffix(self) -> str:
         """What follows the name of a weight in that of its scales."""

@@ -111,7 +111,7 @@ class Reading:
         self._refreshes: list[Refresh] = []
         self._refusals: list[Refusal] = []
         self._shared: dict[str, str] = {}
-        self._has_block_fp8 = False
+        self._container = twin.container
         self._faults: dict[object, str | None] = {}
         self._boxes: dict[object, list[list[Boxes]] | None] = {}
         """The boxes of all copies into a parameter, keyed by the copies, because many parameters are filled the same way."""
@@ -151,7 +151,7 @@ class Reading:
         Args:
             model: Its class.
         """
-        if not self._refusals and not self._has_block_fp8:
+        if not self._refusals and not any(held.scale is not None for held in self.held):
             reason, remedy = NO_BLOCK_FP8, self._rules.no_block_fp8
             self._refusals.append(Refusal(module=model, reason=reason, remedy=remedy))
         naming, held = self._twin.naming, {slot.name for slot in self._slots}
@@ -176,7 +176,7 @@ class Reading:
             unneeded=(*unused, *(name for name, first in naming.aliases.items() if first in unused), *naming.beside),
             stacked=stacked,
             buffers=naming.buffers,
-            container=self._twin.container,
+            container=self._container,
             written_as=self._twin.written_as,
             partly_read={} if self._twin.is_alone else partly,
             rounds_once=any(slot.weight.is_cuda for slot in self._slots),
@@ -315,13 +315,13 @@ class Reading:
 
     def _add_tensor(self, prefix: str, module: nn.Module, name: str, weight: Tensor, scale: Tensor | None) -> None:
         pieces = self._pieces(prefix, name)
-        self._has_block_fp8 |= scale is not None
         common: dict[str, Any] = {}
         starts: dict[int, int] | None = None
         kernel = self._rules.kernel_of(module) if scale is not None else None
         block_format = kernel.format if kernel is not None else None
         if scale is not None and block_format is not None:
             common = {"format": block_format}
+            self._container = self._container.or_other(block_format)
             if pieces is not None and name == TWO_HALVES and self._rules.swaps_halves(module):
                 pieces = with_halves_swapped(pieces, weight.shape[1])
             if pieces is not None and all(are_matrices(boxes, weight.ndim) for _, boxes in pieces):

@@ -24,19 +24,29 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def own_name(module: nn.Module, key: str) -> str:
-    """The name of a module's tensor; scales of blocks get one name, whatever the container."""
-    return name_of_scale(key) if getattr(module, "weight_block_size", None) is not None else key
+    """The name of a module's tensor; scales of blocks and rows get one name, whatever the container."""
+    return name_of_scale(key) if getattr(module, "weight_block_size", None) is not None or _is_of_rows(module, key) else key
+
+
+def _is_of_rows(module: nn.Module, key: str) -> bool:
+    """Whether a tensor holds one scale for each row of E4M3 codes."""
+    scale, weight = (module._parameters.get(name) for name in (key, key.removesuffix("_scale")))
+    return scale is not weight and weight is not None and weight.dtype is FP8_DTYPE and scale.ndim == weight.ndim
 
 
 def own_tensors(module: nn.Module, kinds: Iterable[str] = ("_parameters", "_buffers")) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's parameters, then its buffers; scales of blocks under one name and as rows and columns, whatever the
-    container.
+    """Yield a module's parameters, then its buffers; scales of blocks and rows under one name and as rows and columns, whatever
+    the container, and codes as rows and columns, although a kernel may want their transpose.
     """
     for kind in kinds:
         for key, tensor in getattr(module, kind).items():
             if tensor is not None:
                 name, values = own_name(module, key), tensor.data
-                yield name, values[:, 0, :, 0] if name.endswith(SCALE_SUFFIX) and values.ndim == 4 else values
+                if name.endswith(SCALE_SUFFIX) and values.ndim == 4:
+                    values = values[:, 0, :, 0]
+                elif values.dtype is FP8_DTYPE and values.ndim == 2 and not values.is_contiguous() and values.mT.is_contiguous():
+                    values = values.mT
+                yield name, values
 
 
 def why_not_stored(rules: KernelRules, prefix: str, module: nn.Module, own: Mapping[str, Tensor]) -> Why:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fp8refit.live.copies import is_uniform, values_of
-from fp8refit.live.formats import BlockFormat, Container
+from fp8refit.live.formats import WHOLE, AmaxOver, BlockFormat, Container
 from fp8refit.live.names import without_numbers
-from fp8refit.live.slots import FP8_DTYPE, Refresh, Refusal, Stacked, TensorMeta
+from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Refresh, Refusal, Stacked, TensorMeta
 from fp8refit.tracing.records import Copy, Objection, Traced
 from fp8refit.tracing.scale_names import ScaleNames
 from fp8refit.tracing.similar_layers import trace_similar
@@ -196,13 +196,17 @@ def format_stored(quantization: Any, model: nn.Module) -> dict[str, Any]:
     its twin. Empty if they hold none.
     """
     coded = (each for each in model.modules() if FP8_DTYPE in {own.dtype for own in each.parameters(recurse=False)})
-    sizes = (getattr(each, "weight_block_size", None) for each in (quantization, *coded))
+    layers = list(coded)
+    sizes = (getattr(each, "weight_block_size", None) for each in (quantization, *layers))
     size = next((each for each in sizes if each is not None), None)
     if size is None:
-        return {}
+        if not any(own_name(each, key).endswith(SCALE_SUFFIX) for each in layers for key in each._parameters):
+            return {}
+        size = (1, WHOLE)
     name = quantization.get_name().replace("_", "-")
     container = Container(name) if name in list(Container) else Container.FP8
-    return {"stored": BlockFormat(block_size=(int(size[0]), int(size[1]))), "container": container}
+    amax_over = AmaxOver.WHOLE_BLOCK if size[1] == WHOLE else AmaxOver.OWN_SLICE
+    return {"stored": BlockFormat(block_size=(int(size[0]), int(size[1])), amax_over=amax_over), "container": container}
 
 
 def _packed(model: nn.Module, firsts: Mapping[str, str]) -> Iterator[Objection]:

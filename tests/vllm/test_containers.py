@@ -9,6 +9,7 @@ from tests.engines.containers import check
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(118)]
 CASES = [
     ("core in process", "qwen2_wide", "compressed-tensors"),
+    ("core in process", "qwen2_wide", "compressed-tensors, per channel"),
     ("multi-process", "qwen3", "modelopt"),
     ("expert parallel", "qwen3_moe", "compressed-tensors"),
 ]
