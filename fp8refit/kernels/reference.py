@@ -38,8 +38,15 @@ def block_scales(amax: Tensor, block_format: BlockFormat) -> Tensor:
             assert_never(block_format.scale_format)
 
 
-def quantize_reference(weight: Tensor, block_format: BlockFormat) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_reference(
+    weight: Tensor, block_format: BlockFormat, given: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize `weight` (N, K) in blocks; edges are ragged and padding never takes part.
+
+    Args:
+        weight: The matrix.
+        block_format: How.
+        given: Scales to use instead of the blocks' own, such as those of whole rows of which `weight` is a part.
 
     Returns:
         Codes (N, K) float8_e4m3fn, scales (ceil(N / block_n), ceil(K / block_k)) float32, and a 0-d bool tensor that
@@ -55,7 +62,7 @@ def quantize_reference(weight: Tensor, block_format: BlockFormat) -> tuple[Tenso
             amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
         case _:
             assert_never(block_format.amax_over)
-    scale = block_scales(amax, block_format)
+    scale = block_scales(amax, block_format) if given is None else given.view_as(amax)
     scaled = blocks / scale if block_format.scale_format.divides else blocks * (torch.ones_like(scale) / scale)
     codes = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(block_format.codes.dtype).view_as(padded)[:rows, :cols]
     return codes.contiguous(), scale.view(num_n, num_k), ~torch.isfinite(amax).all()

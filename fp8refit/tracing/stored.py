@@ -25,7 +25,11 @@ def is_experts(module: nn.Module) -> bool:
 
 def own_name(module: nn.Module, key: str) -> str:
     """The name of a module's tensor; scales of blocks and rows get one name, whatever the container."""
-    return name_of_scale(key) if getattr(module, "weight_block_size", None) is not None or _is_of_rows(module, key) else key
+    return (
+        name_of_scale(key)
+        if getattr(module, "weight_block_size", None) is not None or _is_of_rows(module, key)
+        else key
+    )
 
 
 def _is_of_rows(module: nn.Module, key: str) -> bool:
@@ -44,7 +48,12 @@ def own_tensors(module: nn.Module, kinds: Iterable[str] = ("_parameters", "_buff
                 name, values = own_name(module, key), tensor.data
                 if name.endswith(SCALE_SUFFIX) and values.ndim == 4:
                     values = values[:, 0, :, 0]
-                elif values.dtype is FP8_DTYPE and values.ndim == 2 and not values.is_contiguous() and values.mT.is_contiguous():
+                elif (
+                    values.dtype is FP8_DTYPE
+                    and values.ndim == 2
+                    and not values.is_contiguous()
+                    and values.mT.is_contiguous()
+                ):
                     values = values.mT
                 yield name, values
 

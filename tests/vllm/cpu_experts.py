@@ -1,4 +1,4 @@
-"""A block-FP8 product over experts for vLLM on a CPU without AMX, which vLLM itself has none for.
+"""A product over experts in FP8, per block or per channel, for vLLM on a CPU without AMX, which vLLM itself has none for.
 
 vLLM's own method, loaders and post-processing run unmodified, those of the GPU backend that a kernel of `cpu_kernel.py` stands
 for; only the product is torch's. Where a backend asks DeepGEMM for a layout, it keeps the one it has, as on Hopper.
@@ -64,6 +64,8 @@ class UpFirstExperts(ReferenceExperts):
 
 def _dequantize(codes, scale):
     rows, columns = codes.shape[1:]
+    if scale.shape[1:] == (rows, 1):
+        return (codes.float() * scale).double()
     scale_of_each = scale.repeat_interleave(128, 1)[:, :rows].repeat_interleave(128, 2)[:, :, :columns]
     return (codes.float() * scale_of_each).double()
 
@@ -83,6 +85,7 @@ def register(kind: str) -> None:
     fp8_utils.is_deep_gemm_e8m0_used = deep_gemm.is_deep_gemm_e8m0_used = lambda: kind == "ue8m0"
     fp8_utils.deepgemm_post_process_weight_scale_block = lambda *, ws, **layout: ws
     _custom_ops.topk_softmax = _topk_softmax
+    _custom_ops.scaled_fp8_quant = _per_token
     # vLLM's CPU worker makes no workspace, and its model runner resets what there is as it shuts down.
     modular_kernel.current_workspace_manager = lambda: _WORKSPACE
 
@@ -93,3 +96,11 @@ def _topk_softmax(weights_NK, ids_NK, token_expert_indices, scores_NE, renormali
     weights, ids = torch.softmax(scores_NE.float(), -1).topk(ids_NK.shape[1], -1)
     weights_NK.copy_(weights / weights.sum(-1, keepdim=True) if renormalize else weights)
     ids_NK.copy_(ids)
+
+
+def _per_token(x_NK, scale=None, use_per_token_if_dynamic=False, **options):
+    """As vLLM's kernel for GPUs quantizes rows: `dynamic_per_token_scaled_fp8_quant`."""
+    assert scale is None and use_per_token_if_dynamic and not options
+    largest = x_NK.float().abs().amax(dim=1, keepdim=True)
+    scale_N1 = (largest / torch.tensor(448.0)).clamp_min(1 / (448 * 512))
+    return (x_NK / scale_N1).clamp(-448, 448).to(torch.float8_e4m3fn), scale_N1
