@@ -96,7 +96,7 @@ class ReceivedFill(Fill):
                     action = Action.COMPARE if step in seconds else Action.WRITE
                     tasks.setdefault(action, []).append((_blamed(tensor, part), task))
                     if action is Action.WRITE:
-                        lacking[step] -= task.target.numel()
+                        lacking[step] -= prod(task.shape)
             self._work.append({action: Program.compile(found, device) for action, found in tasks.items()})
         absent = sorted({step.source for step, count in lacking.items() if count})
         if absent:

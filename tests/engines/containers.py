@@ -2,7 +2,7 @@
 and what fresh ones hold that boot from what `quantize` writes for them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,11 @@ CONFIGS = {
 
 
 def try_container(
-    noise: AbstractContextManager[Any], fresh: Callable[[Path], AbstractContextManager[Any]], family: str, work: Path
+    noise: AbstractContextManager[Any],
+    fresh: Callable[[Path], AbstractContextManager[Any]],
+    family: str,
+    work: Path,
+    pushes: Mapping[str, Callable[[Any, dict], object]] | None = None,
 ) -> dict:
     """One engine from noise through every kind of source of policy 2, and a fresh one.
 
@@ -54,6 +58,7 @@ def try_container(
         fresh: Boots one from a folder.
         family: Of the model.
         work: A folder, where policy 2 is in `FAMILY-bf16-2`.
+        pushes: Other ways to bring a policy to the engine of a subject.
     """
     policy, bf16, fp8 = make_policy(family, 2), work / f"{family}-bf16-2", work / f"{family}-fp8"
     found: dict[str, Any] = {}
@@ -66,6 +71,10 @@ def try_container(
             found["other"] = subject.state()
             subject.refit(source)
             found[kind] = subject.state()
+        for kind, push in (pushes or {}).items():
+            subject.refit(make_policy(family, 1))
+            push(subject, policy)
+            found[kind] = subject.state()
     with fresh(fp8) as subject:
         return found | {"fresh": subject.state(), "container": str(layout.container)}
 
@@ -74,6 +83,8 @@ def check(found: dict, container: str) -> None:
     """What every engine has to fulfil."""
     written = container.partition(",")[0] if container in CONFIGS else "compressed-tensors"
     assert found["container"] == written
-    for kind in ("state dict", "files", "FP8 files", "stream", *(["own"] if "own" in found else ())):
+    others = ("other", "fresh", "container")
+    assert found.keys() >= {"state dict", "files", "FP8 files", "stream", *others}
+    for kind in found.keys() - {*others}:
         assert found[kind] == found["fresh"], kind
     assert found["other"] != found["fresh"]

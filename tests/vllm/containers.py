@@ -3,10 +3,19 @@
 from functools import partial
 from pathlib import Path
 
-from subject import booted_as
+from subject import Subject, booted_as
 
+from fp8refit import Broadcaster
+from fp8refit.config import CollectiveConfig
 from tests.engines.containers import CONFIGS, try_container
 from tests.tiny_models import save_model
+
+
+def push(subject: Subject, policy: dict, wire: str) -> None:
+    Broadcaster([subject.llm], collective=CollectiveConfig(wire=wire)).push(policy)
+
+
+PUSHES = {f"broadcast in {wire}": partial(push, wire=wire) for wire in ("fp8", "bf16")}
 
 
 def run_container(layout: str, family: str, container: str, work: str) -> dict:
@@ -21,4 +30,7 @@ def run_container(layout: str, family: str, container: str, work: str) -> dict:
         with booted(model=folder / f"{family}-bf16-2", **options) as subject:
             own = {"own": subject.state()}
     other = booted(model=folder / f"{family}-bf16-2", **options)
-    return try_container(other, lambda fp8: booted(model=fp8), family, folder) | own
+    return (
+        try_container(other, lambda fp8: booted(model=fp8), family, folder, {} if layout == "multi-process" else PUSHES)
+        | own
+    )

@@ -257,8 +257,10 @@ class Sender:
         select: tuple[int, ...] = ()
         if origin.expert is not None:
             offset, select = (origin.first_row + row, *start[1:]), (origin.expert - arrival.first_row,)
-        scale = None
+        scale, columns = None, None
         if tensor.format is not None:
+            first, length = tensor.format.columns_read(start[1], placement.shape[1], tensor.shape[1])
+            offset, columns = (offset[0], first), (length, start[1] - first)
             block = tensor.format.block_size[0]
             assert (row - start[0]) % block == 0, f"{tensor.name=} {start=} {row=}"
             scale = views[1].narrow(0, (row - start[0]) // block, -(-(end - row) // block))
@@ -272,6 +274,7 @@ class Sender:
             round_to_bf16=self._config.fp32_sources == "round_to_bf16",
             select=select,
             is_transposed=origin.is_transposed,
+            columns=columns,
         )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fp8refit.errors import PrecisionError
-from fp8refit.live.formats import BlockFormat
+from fp8refit.live.formats import WHOLE, BlockFormat
 from fp8refit.live.layout import EngineLayout, SlotLayout
 
 
@@ -80,7 +80,9 @@ def _held(slots: list[SlotLayout], shape: tuple[int, ...]) -> Held:
 def _problems(slot: SlotLayout) -> Iterable[str]:
     if slot.is_rearranged:
         yield f"{slot.name}: this engine holds it quantized in an order that a trainer cannot multiply in"
-    if slot.format is not None and slot.format.block_at(slot.offset) is None:
+    if slot.format is not None and WHOLE in slot.format.block_size:
+        yield f"{slot.name}: this engine holds it with {slot.format}; a trainer can multiply by blocks only"
+    elif slot.format is not None and slot.format.block_at(slot.offset) is None:
         yield (
             f"{slot.name}: a rank of this engine begins at {list(slot.offset)}, inside a block of the whole tensor, so its "
             "codes differ from a trainer's"

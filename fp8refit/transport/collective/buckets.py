@@ -81,12 +81,14 @@ class WireTensor(BaseModel, frozen=True, extra="forbid"):
     def _check_cut(self, cut: Cut) -> None:
         if cut.dim >= len(self.shape):
             raise ValueError(f"{self.name}: {list(self.shape)} has no dimension {cut.dim} to be split in")
-        length, block = self.shape[cut.dim], self.format.block_size[cut.dim] if self.format is not None else 1
+        length = self.shape[cut.dim]
         for first, count in cut.spans:
-            end = first + count
-            if end > length or first % block or (end % block and end != length):
+            start, shape = [0] * len(self.shape), list(self.shape)
+            start[cut.dim], shape[cut.dim] = first, count
+            is_whole = self.format is None or self.format.holds_whole_blocks(start, shape, self.shape)
+            if first + count > length or not is_whole:
                 raise ValueError(
-                    f"{self.name}: {first} to {end} of {length} lies outside the tensor, or inside its blocks of {block}"
+                    f"{self.name}: {first} to {first + count} of {length} lies outside the tensor, or cuts its blocks"
                 )
 
     @property
