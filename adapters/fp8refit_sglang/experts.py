@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fp8refit.live.formats import BlockFormat
+from fp8refit.live.formats import WHOLE, AmaxOver, BlockFormat, ScaleFormat
 from fp8refit.live.slots import Refresh
 from fp8refit.tracing.rules import Kernel, Why
 
@@ -36,13 +36,18 @@ def why_not_read(layer: Any) -> Why:
 def block_format(layer: Any) -> BlockFormat:
     """The format of a layer whose kernel reads rows, with the block size of the weight after loading.
 
-    SGLang marks scales that it rounds to powers of two; those are refused.
+    SGLang marks scales that it rounds to powers of two; those are refused. Scales of rows come from checkpoints.
     """
     method = layer.quant_method
     sizes = (
         getattr(each, "weight_block_size", None) for each in (layer, method, getattr(method, "quant_config", None))
     )
-    rows, columns = next(size for size in sizes if size is not None)
+    size = next((size for size in sizes if size is not None), None)
+    if size is None:
+        return BlockFormat(
+            scale_format=ScaleFormat.FP32_DIVIDING, block_size=(1, WHOLE), amax_over=AmaxOver.WHOLE_BLOCK
+        )
+    rows, columns = size
     return BlockFormat(block_size=(int(rows), int(columns)))
 
 

@@ -29,6 +29,9 @@ ROW_MAJOR_KERNELS = frozenset(
 )
 """SGLang's kernels that read block-FP8 weights in checkpoint layout, on GPUs where scales stay float32."""
 
+_METHODS_OF_ROWS = frozenset({"CompressedTensorsW8A8Fp8", "W8A8Fp8LinearMethod"})
+"""What multiplies by weights of a checkpoint with one scale per row, by `apply_fp8_linear`."""
+
 _KV_SCALES = ("k_scale", "v_scale")
 _ANOTHER_KERNEL = 'Boot with fp8_gemm_runner_backend="triton", "deep_gemm" or "cutlass"'
 
@@ -59,7 +62,7 @@ class SglangRules:
         if is_experts(module):
             return kernel_of_experts(module)
         name = _product_of(module)
-        held = block_format(module) if name in ROW_MAJOR_KERNELS else None
+        held = block_format(module) if name in ROW_MAJOR_KERNELS | _METHODS_OF_ROWS else None
         return Kernel(name=name, format=held, remedy=_ANOTHER_KERNEL)
 
     def swaps_halves(self, module: nn.Module) -> bool:
@@ -126,4 +129,4 @@ def _product_of(module: nn.Module) -> str:
     products = (getattr(each, "w8a8_block_fp8_linear", None) for each in holders)
     product = next((each for each in products if each is not None), None)
     product = getattr(product, "func", product)  # of a partial
-    return getattr(product, "__name__", type(method).__name__)
+    return getattr(product, "__name__", type(holders[0] or method).__name__)

@@ -49,8 +49,11 @@ def _join_gates(layer: Any) -> None:
 class VllmRules:
     """Implements `fp8refit.tracing.rules.KernelRules` for vLLM."""
 
-    no_block_fp8 = 'Boot from a block-FP8 checkpoint (fp8refit quantize), or with quantization="fp8_per_block"'
-    other_quantization = 'Boot from a checkpoint with weight_block_size, or with quantization="fp8_per_block"'
+    no_block_fp8 = (
+        "Boot from an FP8 checkpoint with scales per block or row (fp8refit quantize), or with "
+        'quantization="fp8_per_block" or "fp8_per_channel"'
+    )
+    other_quantization = no_block_fp8
     absorbed = _ABSORBED
 
     def why_refused(self, module: nn.Module) -> Why:

@@ -84,7 +84,8 @@ def quantize_checkpoint(
             is quantized in its slot's format and block size, and nothing else; `scale_format`, `block_size` and
             `container` are ignored. Without it, every 2-D `*_proj.weight` and expert weight is quantized.
         scale_format: Format of every scale.
-        block_size: Rows and columns of one block.
+        block_size: Rows and columns of one block; `(1, WHOLE)` of `fp8refit.live.formats` is one scale per row, which
+            compressed-tensors has.
         container: Whose names scales get, and what config.json says.
         max_shard_bytes: Size at which a new file begins. A larger tensor gets a file of its own.
         on_progress: Called after every tensor with source bytes done and total source bytes.

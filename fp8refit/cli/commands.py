@@ -32,12 +32,20 @@ from fp8refit.config import RefitConfig
 from fp8refit.driver.adapters import find_adapter
 from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import CheckpointError, RefitError, UnsupportedEngineError
-from fp8refit.live.formats import Container, ScaleFormat
+from fp8refit.live.formats import WHOLE, Container, ScaleFormat
 from fp8refit.live.layout import EngineLayout
 
 if TYPE_CHECKING:
     from fp8refit.checkpoint import PushResult
     from fp8refit.cli.demo import DemoConfig, DemoResult, Round
+
+
+PER_CHANNEL = {
+    "scale_format": ScaleFormat.FP32_DIVIDING,
+    "block_size": (1, WHOLE),
+    "container": Container.COMPRESSED_TENSORS,
+}
+"""Options of `quantize_checkpoint` for one scale per row."""
 
 
 class _Commands(typer.core.TyperGroup):
@@ -116,21 +124,30 @@ def quantize(
         typer.Option(exists=True, dir_okay=False, help="Layout of the engine to write for, from `inspect --json`."),
     ] = None,
     scale_format: Annotated[
-        ScaleFormat, typer.Option(help="Format of every scale, unless a layout says otherwise.")
+        ScaleFormat, typer.Option(help="Format of every scale of blocks, unless a layout says otherwise.")
     ] = ScaleFormat.FP32,
+    per_channel: Annotated[
+        bool, typer.Option("--per-channel", help="One scale per row instead of one per block, in compressed-tensors.")
+    ] = False,
     container: Annotated[
-        Container, typer.Option(help="Whose names and config.json the checkpoint has, unless a layout says otherwise.")
-    ] = Container.FP8,
+        Container | None,
+        typer.Option(
+            help="Whose names and config.json the checkpoint has, unless a layout says otherwise.", show_default="fp8"
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the block-FP8 checkpoint that an engine can boot from, with the bytes that a refit would write."""
+    """Write the FP8 checkpoint that an engine can boot from, with the bytes that a refit would write."""
     from fp8refit.checkpoint import quantize_checkpoint
 
+    options: dict[str, Any] = {"scale_format": scale_format, "container": container or Container.FP8}
+    if per_channel:
+        if container not in (None, Container.COMPRESSED_TENSORS):
+            raise typer.BadParameter(f"{container} has no scales per row", param_hint="--container")
+        options = PER_CHANNEL
     layout = _read_layout(like) if like is not None else None
     with ended_in_order(), byte_progress("quantize") as on_progress:
-        report = quantize_checkpoint(
-            src, dst, like=layout, scale_format=scale_format, container=container, on_progress=on_progress
-        )
+        report = quantize_checkpoint(src, dst, like=layout, on_progress=on_progress, **options)
     write_result(report, partial(show_fields, title=str(dst)), as_json=as_json)
 
 

@@ -299,9 +299,9 @@ class _Trial:
             each if each.ndim == 3 else each[None] for each in (weight, scale, tensor.to(self._device, torch.bfloat16))
         )
         return all(
-            _are_quantized(*each, block_format)
+            _are_quantized(codes, scales, values, block_format)
             for stored in zip(*matrices, strict=True)
-            for each in _with_own_blocks(stored, block_format)
+            for codes, scales, values in _with_own_blocks(stored, block_format)
         )
 
 

@@ -35,7 +35,9 @@ def own_name(module: nn.Module, key: str) -> str:
 def _is_of_rows(module: nn.Module, key: str) -> bool:
     """Whether a tensor holds one scale for each row of E4M3 codes."""
     scale, weight = (module._parameters.get(name) for name in (key, key.removesuffix("_scale")))
-    return scale is not weight and weight is not None and weight.dtype is FP8_DTYPE and scale.ndim == weight.ndim
+    if scale is None or weight is None or scale is weight:
+        return False
+    return weight.dtype is FP8_DTYPE and scale.ndim == weight.ndim
 
 
 def own_tensors(module: nn.Module, kinds: Iterable[str] = ("_parameters", "_buffers")) -> Iterator[tuple[str, Tensor]]:

@@ -7,8 +7,9 @@ its Triton kernel is torch's. DeepGEMM, CUTLASS and their power-of-two requantiz
 import functools
 
 from sglang.srt.layers import parameter
-from sglang.srt.layers.quantization import fp8, fp8_utils
+from sglang.srt.layers.quantization import fp8, fp8_utils, w8a8_fp8
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from sglang.srt.layers.quantization.compressed_tensors.schemes import compressed_tensors_w8a8_fp8
 from sglang.srt.models.deepseek_common import attention_backend_handler, deepseek_weight_loader
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 from torch import Tensor
@@ -29,7 +30,14 @@ def register() -> None:
         product = input.double() @ dequantized(weight, weight_scale, block_size).double().t()
         return (product if bias is None else product + bias).to(input.dtype)
 
+    @functools.wraps(fp8_utils.apply_fp8_linear)
+    def multiply_by_rows(input, weight, weight_scale, input_scale=None, bias=None, **options):
+        assert input_scale is None and weight_scale.shape == (weight.shape[1], 1)
+        product = input.double() @ (weight.double() * weight_scale.double().t())
+        return (product if bias is None else product + bias).to(input.dtype)
+
     fp8_utils.triton_w8a8_block_fp8_linear = multiply
+    compressed_tensors_w8a8_fp8.apply_fp8_linear = w8a8_fp8.apply_fp8_linear = multiply_by_rows
     CompressedTensorsConfig._check_scheme_supported = lambda *_, **__: True  # it asks a GPU what it can do
 
 

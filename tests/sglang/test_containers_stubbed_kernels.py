@@ -5,7 +5,11 @@ import pytest
 from tests.engines.containers import check
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(118)]
-CASES = [("qwen3", 1, "compressed-tensors"), ("qwen2_wide", 2, "compressed-tensors")]
+CASES = [
+    ("qwen3", 1, "compressed-tensors"),
+    ("qwen2_wide", 2, "compressed-tensors"),
+    ("qwen2_wide", 2, "compressed-tensors, per channel"),
+]
 
 
 @pytest.mark.parametrize(("family", "num_ranks", "container"), CASES)

@@ -299,9 +299,9 @@ def patched(llm: LLM) -> dict | None:
     return refused(patches.load_checkpoint_weight_patches, model_of(llm), [patch])
 
 
-def run_drop_in_fresh(work: Path, policy: str = "policy-2") -> dict:
+def run_drop_in_fresh(work: Path, policy: str = "policy-2", quantization: str = "fp8_per_block") -> dict:
     """An engine that boots from the same policy, without fp8refit."""
-    with booted(Path(work) / policy, "fp32", quantization="fp8_per_block") as llm:
+    with booted(Path(work) / policy, "fp32", quantization=quantization) as llm:
         worker = llm.llm_engine.model_executor.driver_worker.worker
         return {"traces": traces(worker), **state(llm)}
 

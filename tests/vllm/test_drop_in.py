@@ -140,8 +140,8 @@ def test_all_that_was_wrapped_is_given_back(drivers):
 
 
 @pytest.fixture(scope="module")
-def boots(starter, tmp_path_factory):
-    """An engine that is quantized by the environment and loaded into, and a fresh one."""
+def run_boot(starter, tmp_path_factory):
+    """Run a scenario with two policies."""
     work = tmp_path_factory.mktemp("boots")
     for seed in (1, 2):
         save_model("qwen3", seed, work / f"policy-{seed}")
@@ -150,11 +150,16 @@ def boots(starter, tmp_path_factory):
         asked = {"work": work, **arguments}
         return run_scenario(starter, name, asked, work, timeout_s=120, environment=environment).drivers[0]
 
-    quantized = {"FP8REFIT_QUANTIZATION": "fp8_per_block"}
+    return run
+
+
+@pytest.fixture(scope="module", params=["fp8_per_block", "fp8_per_channel"])
+def boots(request, run_boot):
+    """An engine that is quantized by the environment and loaded into, and a fresh one."""
+    quantized = {"FP8REFIT_QUANTIZATION": request.param}
     return {
-        "loaded": run("drop-in boot", ON | quantized, family="qwen3"),
-        "fresh": run("drop-in fresh", {}),
-        "refused": run("drop-in refused", ON),
+        "loaded": run_boot("drop-in boot", ON | quantized, family="qwen3"),
+        "fresh": run_boot("drop-in fresh", {}, quantization=request.param),
     }
 
 
@@ -193,8 +198,8 @@ def test_without_the_drop_in_nothing_is_touched_and_the_same_calls_do_not_refit(
     )  # live parameters have no loaders
 
 
-def test_engines_that_cannot_be_dropped_into_do_not_boot_and_others_are_left_alone(boots):
-    found = boots["refused"]
+def test_engines_that_cannot_be_dropped_into_do_not_boot_and_others_are_left_alone(run_boot):
+    found = run_boot("drop-in refused", ON)
     assert "cannot be refitted" in found["repacking"]["message"]
     assert found["bfloat16"] == []
     assert found["option"] == []
