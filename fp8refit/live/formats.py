@@ -107,6 +107,17 @@ class AmaxOver(StrEnum):
     WHOLE_BLOCK = "whole_block"
     """The matrix's own block, of which a rank may hold a part: its scale is the same on every rank."""
 
+    @property
+    def reaches_beyond(self) -> bool:
+        """Whether the scale of what a rank holds also covers what it does not hold."""
+        match self:
+            case AmaxOver.OWN_SLICE:
+                return False
+            case AmaxOver.WHOLE_BLOCK:
+                return True
+            case _:
+                assert_never(self)
+
 
 class Placement(StrEnum):
     """Where codes and scales lie in the memory that a kernel reads."""
@@ -155,14 +166,8 @@ class BlockFormat:
     def holds_whole_blocks(self, start: Sequence[int], shape: Sequence[int], full_shape: Sequence[int]) -> bool:
         """Whether a slice cuts no block of its matrix, so that who quantizes the matrix gets the same bytes."""
         ends = ((first + length, full) for first, length, full in zip(start, shape, full_shape, strict=True))
-        cuts = [end % size and end != full for (end, full), size in zip(ends, self.block_size, strict=True)]
-        match self.amax_over:
-            case AmaxOver.OWN_SLICE:
-                return self.block_at(start) is not None and not any(cuts)
-            case AmaxOver.WHOLE_BLOCK:
-                return True
-            case _:
-                assert_never(self.amax_over)
+        cuts = (end % size and end != full for (end, full), size in zip(ends, self.block_size, strict=True))
+        return self.amax_over.reaches_beyond or (self.block_at(start) is not None and not any(cuts))
 
     def columns_read(self, start: int, length: int, full: int) -> tuple[int, int]:
         """Return the columns of a matrix, first and number, whose values decide what a slice of its columns is quantized to."""
@@ -191,9 +196,20 @@ class Container(StrEnum):
     MODELOPT = "modelopt"
     """`..._scale`, of shape (rows, 1, columns, 1)."""
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether it has a form for one scale per row."""
+        match self:
+            case Container.FP8 | Container.MODELOPT:
+                return False
+            case Container.COMPRESSED_TENSORS:
+                return True
+            case _:
+                assert_never(self)
+
     def or_other(self, block_format: BlockFormat) -> "Container":
         """This one, or another if it has no form for a format: an engine that quantizes itself boots from no container."""
-        has_form = self is not Container.FP8 or block_format.block_size != (1, WHOLE)
+        has_form = self.has_rows or block_format.block_size != (1, WHOLE)
         return self if has_form else Container.COMPRESSED_TENSORS
 
     @property
@@ -244,7 +260,7 @@ def quantization_config(
 def _config_of_fp8(block_size: tuple[int, int], kept: list[str], container: Container) -> dict[str, object]:
     """As vLLM's `Fp8Config`, `CompressedTensorsConfig` and `ModelOptFp8Config` read it."""
     has_rows = block_size == (1, WHOLE)
-    if has_rows and container is not Container.COMPRESSED_TENSORS:
+    if has_rows and not container.has_rows:
         raise ValueError(f"container {container} has no scales per row; use {Container.COMPRESSED_TENSORS}")
     match container:
         case Container.FP8:

@@ -11,13 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import assert_never
 
 import torch
 from torch import Tensor, nn
 
 from fp8refit.kernels.reference import quantize_reference
-from fp8refit.live.formats import AmaxOver, BlockFormat
+from fp8refit.live.formats import BlockFormat
 from fp8refit.live.slots import (
     FP8_DTYPE,
     SCALE_SUFFIX,
@@ -308,14 +307,10 @@ class _Trial:
 def _are_quantized(codes: Tensor, scales: Tensor, values: Tensor, block_format: BlockFormat) -> bool:
     """Whether codes and scales are what a rank's values become. Other ranks' values may make the scale of a block greater."""
     own_codes, own_scales, _ = quantize_reference(values, block_format)
-    match block_format.amax_over:
-        case AmaxOver.OWN_SLICE:
-            return _are_equal(codes, own_codes) and torch.equal(scales, own_scales)
-        case AmaxOver.WHOLE_BLOCK:
-            given_codes, _, _ = quantize_reference(values, block_format, given=scales)
-            return _are_equal(codes, given_codes) and bool((scales >= own_scales).all())
-        case _:
-            assert_never(block_format.amax_over)
+    if not block_format.amax_over.reaches_beyond:
+        return _are_equal(codes, own_codes) and torch.equal(scales, own_scales)
+    given_codes, _, _ = quantize_reference(values, block_format, given=scales)
+    return _are_equal(codes, given_codes) and bool((scales >= own_scales).all())
 
 
 def _with_own_blocks(stored: tuple[Tensor, ...], block_format: BlockFormat) -> Iterable[tuple[Tensor, ...]]:

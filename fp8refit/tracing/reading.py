@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8refit.live.formats import AmaxOver
 from fp8refit.live.names import is_not_a_weight
 from fp8refit.live.parameters import live_tensors
 from fp8refit.live.slots import (
@@ -362,7 +361,7 @@ class Reading:
         if not weight.is_contiguous() or (scale is not None and weight.ndim != 2):
             fault = "is filled in an order that fp8refit cannot reproduce in its storage"
         block_format = common.get("format")
-        if block_format is not None and block_format.amax_over is AmaxOver.WHOLE_BLOCK and not self._twin.is_alone:
+        if block_format is not None and block_format.amax_over.reaches_beyond and not self._twin.is_alone:
             fault = "is not copied in order, and its scales also cover what other ranks hold"
         if fault is not None:
             self._refuse(prefix, module, (f"`{name}` {fault}", "Leave this layer in BF16"))

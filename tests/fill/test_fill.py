@@ -11,13 +11,17 @@ from fp8refit.config import RefitConfig
 from fp8refit.fill.resident import ResidentFill
 from fp8refit.fill.staging import Staging
 from fp8refit.fill.tasks import bind, misfit_scales
+from fp8refit.kernels import quantize_matrix
 from fp8refit.kernels.work import Action, have_layouts
-from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.formats import WHOLE, AmaxOver, BlockFormat, ScaleFormat
 from fp8refit.live.slots import Op, Slot, Stacked, TensorMeta
 from fp8refit.sources.source import MappingSource
 from tests.fakes import FakeModel, assert_holds, bytes_of, compile_plan, live_bytes, make_policy, prequantize
 
 CPU = torch.device("cpu")
+ROWS = BlockFormat(block_size=(1, WHOLE), scale_format=ScaleFormat.FP32_DIVIDING, amax_over=AmaxOver.WHOLE_BLOCK)
+"""One scale per row, whichever columns a rank holds."""
+FORMATS = pytest.mark.parametrize("block_format", [BlockFormat(block_size=(64, 64)), ROWS], ids=["blocks", "rows"])
 NORM = "model.layers.0.input_layernorm.weight"
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
 
@@ -68,6 +72,14 @@ def big_slots() -> tuple[Slot, ...]:
             scale=torch.zeros(8, 12),
             format=BlockFormat(),
         ),
+        Slot(
+            name="rows",
+            full_shape=(1100, 1600),
+            weight=torch.zeros_like(codes),
+            offset=(64, 100),
+            scale=torch.zeros(1000, 1),
+            format=ROWS,
+        ),
         Slot(name="embed", full_shape=(1700, 640), weight=torch.zeros(1700, 640, dtype=torch.bfloat16)),
         Slot(name="experts", full_shape=(8, 256, 640), weight=torch.zeros(8, 256, 640)),
         Slot(name="bias", full_shape=(700_000,), weight=torch.zeros(700_000)),
@@ -82,7 +94,7 @@ def test_tensors_larger_than_a_bucket_are_cut_without_changing_a_byte():
     slots, expected = big_slots(), big_slots()
     config = RefitConfig(bucket_bytes=1 << 20)
     stream = Staging(slots, CPU, config)
-    assert stream.num_device_bytes < 6_000_000
+    assert stream.num_device_bytes < 6_000_000  # two buckets of a row of blocks in float32
     plan = make_plan(slots, tensors)
     for step in plan.steps:
         stream.add(step, tensors[step.source], is_stable=False)
@@ -92,9 +104,11 @@ def test_tensors_larger_than_a_bucket_are_cut_without_changing_a_byte():
     for slot, other in zip(slots, expected, strict=True):
         assert bytes_of(slot.weight) == bytes_of(other.weight)
         assert slot.scale is None or torch.equal(slot.scale, other.scale)
+    codes, scale = quantize_matrix(tensors["rows"].bfloat16(), ROWS)
+    assert bytes_of(slots[1].weight) == bytes_of(codes[64:1064, 100:]) and torch.equal(slots[1].scale, scale[64:1064])
 
 
-def expert_slots() -> tuple[Slot, ...]:
+def expert_slots(block_format: BlockFormat) -> tuple[Slot, ...]:
     """Two experts of a stack of four, of each the lower half of gate and up, and the right half of down."""
     slots = []
     for expert in (3, 1):
@@ -104,7 +118,7 @@ def expert_slots() -> tuple[Slot, ...]:
             ("down", (96, 128), (0, 64), (96, 64)),
         ):
             codes = torch.zeros(shape, dtype=torch.float8_e4m3fn)
-            scale = torch.zeros(-(-shape[0] // 64), -(-shape[1] // 64))
+            scale = torch.zeros(block_format.scale_shape(shape))
             slots.append(
                 Slot(
                     name=f"{expert}.{name}",
@@ -112,7 +126,7 @@ def expert_slots() -> tuple[Slot, ...]:
                     offset=offset,
                     weight=codes,
                     scale=scale,
-                    format=BlockFormat(block_size=(64, 64)),
+                    format=block_format,
                 )
             )
     return tuple(slots)
@@ -130,11 +144,12 @@ STACKS = (
 
 @pytest.mark.parametrize("is_turned", [False, True], ids=["as linears", "turned"])
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_stack_of_experts_may_come_in_runs(num_rows, is_turned):
+@FORMATS
+def test_a_stack_of_experts_may_come_in_runs(block_format, num_rows, is_turned):
     stacks = {stack.name: torch.randn(stack.shape).to(torch.bfloat16) for stack in STACKS}
     if is_turned:
         stacks = {name: stack.mT.contiguous() for name, stack in stacks.items()}
-    filled = [expert_slots() for _ in range(2)]
+    filled = [expert_slots(block_format) for _ in range(2)]
     plan = compile_plan(filled[0], {name: TensorMeta.of(stack) for name, stack in stacks.items()}, stacked=STACKS)
     for slots, is_whole in zip(filled, (True, False), strict=True):
         stream = Staging(slots, CPU, RefitConfig())
@@ -154,7 +169,8 @@ def test_a_stack_of_experts_may_come_in_runs(num_rows, is_turned):
 @pytest.mark.parametrize("lengths", [[128] * 4, [1, 200, 3, 60, 248], [512], [30, 482], [1] * 512], ids=str)
 @pytest.mark.parametrize("start", [0, 40, 100])
 @pytest.mark.parametrize("num_rows", [20, 256, 300])
-def test_runs_of_rows_may_cut_the_blocks_of_a_slot(start, num_rows, lengths):
+@FORMATS
+def test_runs_of_rows_may_cut_the_blocks_of_a_slot(block_format, start, num_rows, lengths):
     tensor = torch.randn(512, 96).to(torch.bfloat16)
     slots = [
         Slot(
@@ -162,8 +178,8 @@ def test_runs_of_rows_may_cut_the_blocks_of_a_slot(start, num_rows, lengths):
             full_shape=tuple(tensor.shape),
             offset=(start, 32),
             weight=torch.zeros(num_rows, 64, dtype=torch.float8_e4m3fn),
-            scale=torch.zeros(-(-num_rows // 64), 1),
-            format=BlockFormat(block_size=(64, 64)),
+            scale=torch.zeros(block_format.scale_shape((num_rows, 64))),
+            format=block_format,
         )
         for _ in range(2)
     ]
@@ -180,6 +196,9 @@ def test_runs_of_rows_may_cut_the_blocks_of_a_slot(start, num_rows, lengths):
     whole, cut = slots
     assert bytes_of(whole.weight) == bytes_of(cut.weight) and torch.equal(whole.scale, cut.scale)
     assert whole.scale.all()
+    if block_format is ROWS:
+        codes, scale = (each[start : start + num_rows] for each in quantize_matrix(tensor, ROWS))
+        assert bytes_of(whole.weight) == bytes_of(codes[:, 32:]) and torch.equal(whole.scale, scale)
 
 
 def test_a_stream_holds_no_tensor_it_was_given():

@@ -7,7 +7,7 @@ import torch
 
 from fp8refit.config import RefitConfig
 from fp8refit.fill.plan import are_unneeded
-from fp8refit.live.formats import AmaxOver, BlockFormat
+from fp8refit.live.formats import BlockFormat
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.slots import SCALE_SUFFIX, SOURCE_DTYPES, Stacked, TensorMeta, dtype_name
 from fp8refit.remote.broadcast.sections import Sections
@@ -142,7 +142,7 @@ class _Chooser:
         block_format = self._format_of(name, meta, held) if fits else None
         if block_format is None:
             dtype = _narrower(meta.dtype, held, self._config)
-            if any(slot.format is not None and slot.format.amax_over is AmaxOver.WHOLE_BLOCK for slot in held):
+            if any(slot.format is not None and slot.format.amax_over.reaches_beyond for slot in held):
                 cut = None  # a rank needs more than what it holds
             return WireTensor(name=name, shape=meta.shape, dtype=dtype_name(dtype), row_step=_row_step(held), cut=cut)
         return WireTensor(
