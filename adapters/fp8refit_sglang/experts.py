@@ -14,7 +14,8 @@ from fp8refit.tracing.rules import Kernel, Why
 ROW_MAJOR_RUNNERS = frozenset({"cutlass", "deep_gemm", "triton"})
 """SGLang's expert kernels that read block-FP8 weights in checkpoint layout, on GPUs where scales stay float32."""
 
-_METHOD = "Fp8MoEMethod"
+_METHODS = frozenset({"CompressedTensorsW8A8Fp8MoE", "Fp8MoEMethod", "W8A8FP8MoEMethod"})
+"""What gives its runner the weights as they were loaded."""
 ROUTER_COPY = "_weight_fp32"
 _REMEDIES = {
     "KTEPWrapperMethod": "Boot without kt_weight_path: some of its experts are computed on the CPU",
@@ -39,9 +40,8 @@ def block_format(layer: Any) -> BlockFormat:
     SGLang marks scales that it rounds to powers of two; those are refused. Scales of rows come from checkpoints.
     """
     method = layer.quant_method
-    sizes = (
-        getattr(each, "weight_block_size", None) for each in (layer, method, getattr(method, "quant_config", None))
-    )
+    holders = layer, getattr(layer, "scheme", None), method, getattr(method, "quant_config", None)
+    sizes = (getattr(each, "weight_block_size", None) for each in holders)
     size = next((size for size in sizes if size is not None), None)
     if size is None:
         return BlockFormat(
@@ -53,10 +53,10 @@ def block_format(layer: Any) -> BlockFormat:
 
 def kernel_of_experts(layer: Any) -> Kernel:
     """The runner that SGLang chose. 0.5.15 and 0.5.17 record it only on the quant method, and not for every runner."""
-    method = layer.quant_method
+    method = getattr(layer, "scheme", None) or layer.quant_method  # compressed-tensors has schemes
     runner = getattr(layer, "runner_backend", None) or getattr(getattr(method, "runner", None), "runner_backend", None)
     method_name = type(method).__name__
-    name = runner.value if runner is not None and method_name == _METHOD else method_name
+    name = runner.value if runner is not None and method_name in _METHODS else method_name
     if getattr(layer, "_mega_moe_weights_built", False):
         name = "megamoe"
     held = block_format(layer) if name in ROW_MAJOR_RUNNERS else None

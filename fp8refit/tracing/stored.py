@@ -25,15 +25,12 @@ def is_experts(module: nn.Module) -> bool:
 
 def own_name(module: nn.Module, key: str) -> str:
     """The name of a module's tensor; scales of blocks and rows get one name, whatever the container."""
-    return (
-        name_of_scale(key)
-        if getattr(module, "weight_block_size", None) is not None or _is_of_rows(module, key)
-        else key
-    )
+    is_scaled = getattr(module, "weight_block_size", None) is not None or _is_scale_of_codes(module, key)
+    return name_of_scale(key) if is_scaled else key
 
 
-def _is_of_rows(module: nn.Module, key: str) -> bool:
-    """Whether a tensor holds one scale for each row of E4M3 codes."""
+def _is_scale_of_codes(module: nn.Module, key: str) -> bool:
+    """Whether a tensor holds scales of blocks or rows of the E4M3 codes beside it: it has as many dimensions as they have."""
     scale, weight = (module._parameters.get(name) for name in (key, key.removesuffix("_scale")))
     if scale is None or weight is None or scale is weight:
         return False

@@ -5,6 +5,7 @@ and what fresh ones hold that boot from what `quantize` writes for them.
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from fp8refit.checkpoint import quantize_checkpoint
@@ -60,7 +61,7 @@ def try_container(
         work: A folder, where policy 2 is in `FAMILY-bf16-2`.
         pushes: Other ways to bring a policy to the engine of a subject.
     """
-    policy, bf16, fp8 = make_policy(family, 2), work / f"{family}-bf16-2", work / f"{family}-fp8"
+    policy, bf16, fp8 = make_policy(family, 2), work / f"{family}-bf16-2", Path(mkdtemp(dir=work))
     found: dict[str, Any] = {}
     with noise as subject:
         layout = subject.layout()

@@ -8,11 +8,13 @@ import torch
 from cpu_linear import dequantized
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 from sglang.srt.layers.quantization import fp8
+from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Fp8MoE
 
 
 def register() -> None:
     """Let block-FP8 experts of this process multiply by their dequantized weights."""
     fp8.Fp8MoEMethod.apply = _apply
+    CompressedTensorsW8A8Fp8MoE.apply_weights = _apply
 
 
 def _apply(self, layer, dispatch_output):
@@ -28,13 +30,12 @@ def _apply(self, layer, dispatch_output):
 
 
 def _forward(method, layer, expert: int, x: torch.Tensor) -> torch.Tensor:
-    block_size = method.quant_config.weight_block_size
+    sizes = (getattr(each, "weight_block_size", None) for each in (method, getattr(method, "quant_config", None)))
+    block_size = next((size for size in sizes if size is not None), None)
+    named = {name.removesuffix("_inv"): tensor for name, tensor in layer.named_parameters()}
     w13, w2 = (
-        dequantized(weight[expert], scale[expert], block_size).double()
-        for weight, scale in (
-            (layer.w13_weight, layer.w13_weight_scale_inv),
-            (layer.w2_weight, layer.w2_weight_scale_inv),
-        )
+        dequantized(weight[expert], scale[expert], block_size or (1, weight.shape[-1])).double()
+        for weight, scale in ((named[f"{half}_weight"], named[f"{half}_weight_scale"]) for half in ("w13", "w2"))
     )
     gate, up = (x @ w13.t()).chunk(2, -1)
     return (torch.nn.functional.silu(gate) * up) @ w2.t()

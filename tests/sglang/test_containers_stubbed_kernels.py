@@ -9,6 +9,8 @@ CASES = [
     ("qwen3", 1, "compressed-tensors"),
     ("qwen2_wide", 2, "compressed-tensors"),
     ("qwen2_wide", 2, "compressed-tensors, per channel"),
+    ("qwen3_moe", 2, "compressed-tensors"),
+    ("qwen3_moe", 2, "compressed-tensors, per channel"),
 ]
 
 
