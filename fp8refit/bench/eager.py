@@ -32,7 +32,13 @@ def eager_quantize(weight: Tensor, block_format: BlockFormat) -> tuple[Tensor, T
         scale = torch.exp2(torch.ceil(torch.log2(amax.clamp(min=block_format.scale_format.amax_floor) / 464)))
     else:
         scale = block_scales(amax, block_format)
-    codes = (blocks * (torch.ones_like(scale) / scale)[:, None, :, None]).clamp(-448, 448).to(block_format.codes.dtype)
+    scale_of_each = scale[:, None, :, None]
+    if not block_format.scale_format.divides:
+        scale_of_each, blocks = (
+            torch.ones_like(scale_of_each),
+            blocks * (torch.ones_like(scale) / scale)[:, None, :, None],
+        )
+    codes = (blocks / scale_of_each).clamp(-448, 448).to(block_format.codes.dtype)
     return codes.view(padded.shape)[:rows, :cols].contiguous(), scale
 
 

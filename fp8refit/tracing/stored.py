@@ -47,14 +47,17 @@ def own_tensors(module: nn.Module, kinds: Iterable[str] = ("_parameters", "_buff
                 name, values = own_name(module, key), tensor.data
                 if name.endswith(SCALE_SUFFIX) and values.ndim == 4:
                     values = values[:, 0, :, 0]
-                elif (
-                    values.dtype is FP8_DTYPE
-                    and values.ndim == 2
-                    and not values.is_contiguous()
-                    and values.mT.is_contiguous()
-                ):
+                elif _is_transposed(module, key, values):
                     values = values.mT
                 yield name, values
+
+
+def _is_transposed(module: nn.Module, key: str, values: Tensor) -> bool:
+    """Whether codes with one scale per row are held as columns in the memory of rows, as kernels of such weights want them."""
+    scale = module._parameters.get(f"{key}_scale")
+    if scale is None or values.dtype is not FP8_DTYPE or values.ndim != 2 or getattr(module, "weight_block_size", None):
+        return False
+    return tuple(scale.shape) == (values.shape[1], 1) and not values.is_contiguous() and values.mT.is_contiguous()
 
 
 def why_not_stored(rules: KernelRules, prefix: str, module: nn.Module, own: Mapping[str, Tensor]) -> Why:

@@ -14,7 +14,7 @@ from fp8refit.tracing.reading import read_inventory
 from fp8refit.tracing.reads import partly_read, refusals_of
 from fp8refit.tracing.twin import Naming, refreshes_of_constants, trace_as_named, trace_twin
 from tests.tracing.models import FP8, SPLITS, BlockLinear, check_ranks, checkpoint_of, model_of
-from tests.tracing.twins import KERNEL, FakeKernelRules, copying, identity_twin, loading, naming_of, twin_of_rank
+from tests.tracing.twins import KERNEL, ROWS, FakeKernelRules, copying, identity_twin, loading, naming_of, twin_of_rank
 
 BF16 = torch.bfloat16
 
@@ -653,6 +653,27 @@ def test_storage_in_another_layout_is_refused(changed, reason):
     for name, tensor in changed.items():
         setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
     assert reason in only_refusal(model_of(proj=layer), twin)
+
+
+@pytest.mark.parametrize("rows", [128, 256])
+def test_codes_with_one_scale_per_row_may_be_held_as_columns(rows):
+    """As engines hold them, in the memory of rows; the matrix may be square."""
+
+    def layer(weight):
+        made = nn.Module()
+        made.kernel = replace(KERNEL, format=ROWS)
+        for name, tensor in {"weight": weight, "weight_scale": torch.ones(rows, 1)}.items():
+            setattr(made, name, nn.Parameter(tensor, requires_grad=False))
+        return model_of(proj=made)
+
+    codes = torch.zeros(rows, 256, dtype=FP8)
+    booted, naming = layer(codes), Naming(tensors={"proj.weight": TensorMeta.of(codes)})
+    inventory = read(layer(codes.t()), trace_twin(booted, naming, copying(booted)))
+    assert inventory.refusals == ()
+    (slot,) = inventory.slots
+    assert (slot.name, slot.format, tuple(slot.scale.shape)) == ("proj.weight", ROWS, (rows, 1))
+    assert tuple(slot.weight.shape) == slot.full_shape == (rows, 256)
+    assert slot.weight.is_contiguous() and slot.weight.data_ptr() == codes.data_ptr()
 
 
 def test_experts_in_mxfp4_are_refused_by_name():

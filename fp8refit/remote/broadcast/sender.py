@@ -260,7 +260,8 @@ class Sender:
         scale, columns = None, None
         if tensor.format is not None:
             first, length = tensor.format.columns_read(start[1], placement.shape[1], tensor.shape[1])
-            offset, columns = (offset[0], first), (length, start[1] - first)
+            if length > placement.shape[1]:
+                offset, columns = (offset[0], first), (length, start[1] - first)
             block = tensor.format.block_size[0]
             assert (row - start[0]) % block == 0, f"{tensor.name=} {start=} {row=}"
             scale = views[1].narrow(0, (row - start[0]) // block, -(-(end - row) // block))

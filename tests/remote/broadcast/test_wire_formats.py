@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp8refit.config import CollectiveConfig, RefitConfig
-from fp8refit.live.formats import ScaleFormat
+from fp8refit.live.formats import WHOLE, AmaxOver, ScaleFormat
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.slots import Stacked, TensorMeta
 from fp8refit.remote.broadcast.sections import find_sections
@@ -72,6 +72,22 @@ def test_a_rank_receives_about_its_part_and_the_trainer_sends_no_more_than_befor
     for section in range(num_ranks):
         assert num_bytes_to(sender, section) == pytest.approx(whole / num_ranks, rel=0.01)
     assert num_bytes_sent(sender) == pytest.approx(whole, rel=0.01)
+
+
+@pytest.mark.parametrize("wire", ["fp8", "bf16"])
+def test_ranks_that_hold_columns_get_whole_rows_unless_the_trainer_quantizes(wire):
+    """Each row has one scale, so a rank that quantizes needs what the other one holds."""
+    rows = {"block_size": (1, WHOLE), "amax_over": AmaxOver.WHOLE_BLOCK}
+    layouts = [layout([slot("w", (256, HIDDEN), rank, 2, dim=1).model_copy(update=rows)]) for rank in range(2)]
+    wire_used, sender = send({"w": TensorMeta(shape=(256, HIDDEN), dtype=torch.bfloat16)}, layouts, wire=wire)
+    (tensor,) = wire_used.tensors
+    if wire == "bf16":
+        assert (tensor.cut, tensor.format) == (None, None)
+        assert num_bytes_sent(sender) == pytest.approx(256 * HIDDEN * 2, rel=0.01)
+        return
+    assert tensor.cut is not None and tensor.format == layouts[0].slots[0].format
+    for section in range(2):
+        assert num_bytes_to(sender, section) == pytest.approx(256 * (HIDDEN // 2 + 4), rel=0.01)
 
 
 def experts(ids, rank=0, num_ranks=1, scale_format=ScaleFormat.FP32):
