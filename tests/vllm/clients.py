@@ -217,9 +217,13 @@ class RankedClient(VllmClient):
         return self.llm.collective_rpc(method, args=arguments, kwargs=options)
 
     def push(self, pairs: Pairs) -> None:
+        if self.ranks.are_gone:
+            self.connect()
         self.ranks.push(pairs)
 
     def leave(self, pairs: Pairs) -> None:
+        if self.ranks.are_gone:
+            self.connect()
         self.ranks.push(pairs, dies=True)
         self.connect()
 
