@@ -291,8 +291,8 @@ class RayHandle:
 class OpenRlhf(RankedClient):
     """By broadcast, from the first rank of the trainer.
 
-    The engine is in OpenRLHF's own actor of Ray, and if it has several ranks, each is an actor too. The trainer's calls come to it
-    through this process.
+    The engine is in OpenRLHF's own actor of Ray, and if it has several ranks, each is an actor too. The trainer's calls come
+    to it through this process.
     """
 
     package = "openrlhf"
