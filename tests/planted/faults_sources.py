@@ -456,7 +456,7 @@ FAULTS = [
         at="adapters/fp8refit_vllm/drop_in.py::call_and_look",
         before="drop_in is not None and names_parameters(drop_in.owner)",
         after="drop_in is not None",
-        found_by="tests/vllm/test_drop_in.py -k past_every_loader",
+        found_by="tests/vllm/test_drop_in.py -k 'past_every_loader and process'",
     ),
     Fault(
         name="what a trainer has left is completed by one that drops the caches first",

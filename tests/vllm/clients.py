@@ -7,9 +7,11 @@ client is made. What stands in for NCCL and CUDA IPC: `cpu_transfer.py`.
 import asyncio
 import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -18,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tests.engines.clients import Pairs
+from tests.engines.clients import Pairs, attempt
 from tests.serving import free_port
 from tests.tiny_models import VOCAB_SIZE
 from tests.vllm.trainer_ranks import Engine, Ranks, Trainer
@@ -26,6 +28,8 @@ from tests.vllm.trainer_ranks import Engine, Ranks, Trainer
 BUCKET_BYTES = 1 << 19
 BUCKET_MB = 1
 WAIT_S = 100
+NUM_TOKENS = 100
+"""Of a request that a policy interrupts."""
 
 
 class VllmClient:
@@ -42,13 +46,16 @@ class VllmClient:
     """Whether the engine is in the trainer's process."""
 
     def __init__(self, model: Path, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.llm = self.boot(model)
+        self._see("prepare", type(self).__name__)
+        self.connect()
+
+    def boot(self, model: Path) -> Any:
         from engines import settings
         from vllm import LLM
 
-        self.llm = LLM(**settings(model) | self.options, tensor_parallel_size=num_ranks)
-        self.num_ranks = num_ranks
-        self._see("prepare", type(self).__name__)
-        self.connect()
+        return LLM(**settings(model) | self.options, tensor_parallel_size=self.num_ranks)
 
     @classmethod
     def prepare(cls) -> None:
@@ -217,9 +224,13 @@ class RankedClient(VllmClient):
         return self.llm.collective_rpc(method, args=arguments, kwargs=options)
 
     def push(self, pairs: Pairs) -> None:
+        if self.ranks.are_gone:
+            self.connect()
         self.ranks.push(pairs)
 
     def leave(self, pairs: Pairs) -> None:
+        if self.ranks.are_gone:
+            self.connect()
         self.ranks.push(pairs, dies=True)
         self.connect()
 
@@ -268,7 +279,7 @@ class OpenRlhfIpcTrainer(OpenRlhfTrainer):
 
 
 class RayHandle:
-    """In place of the handle of OpenRLHF's actor, whose methods call the engine's workers by the same name."""
+    """In place of the handle of OpenRLHF's actor, in a rank of the trainer."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -278,18 +289,53 @@ class RayHandle:
 
 
 class OpenRlhf(RankedClient):
-    """By broadcast, from the first rank of the trainer."""
+    """By broadcast, from the first rank of the trainer.
+
+    The engine is in OpenRLHF's own actor of Ray, and if it has several ranks, each is an actor too. The trainer's calls come
+    to it through this process.
+    """
 
     package = "openrlhf"
-    options: ClassVar = {"worker_extension_cls": "openrlhf.trainer.ray.vllm_worker_wrap.WorkerWrap"}
-    environment: ClassVar = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    environment: ClassVar = {"FP8REFIT_TEST_RAY": "GPU", "RAY_USAGE_STATS_ENABLED": "0"}
     trainer = OpenRlhfTrainer
     num_trainers = 1
 
+    def boot(self, model: Path) -> Any:
+        import ray
+        from absent import stand_for
+        from tokens import tokenizer_of_bytes
+
+        stand_for("deepspeed", "flash_attn")
+        from openrlhf.trainer.ray import vllm_engine
+
+        class Seen(vllm_engine.RolloutRayActor.__ray_metadata__.modified_class):
+            async def collective_rpc(self, method: str, args: tuple) -> list:
+                return await self.llm.collective_rpc(method, args=args)
+
+        tokenizer_of_bytes().save_pretrained(model)
+        ray.init(num_cpus=4, num_gpus=self.num_ranks, include_dashboard=False)
+        vllm_engine.RolloutRayActor = ray.remote(Seen)
+        (actor,) = vllm_engine.create_vllm_engines(
+            1,
+            self.num_ranks,
+            str(model),
+            seed=0,
+            full_determinism=False,
+            enable_prefix_caching=True,
+            enforce_eager=True,
+            max_model_len=512,
+            gpu_memory_utilization=0.4,
+        )
+        return ActorOfRay(actor)
+
     def serve(self, method: str, *arguments: Any, **options: Any) -> Any:
-        if method == "reset_prefix_cache":
-            return self.llm.reset_prefix_cache()
-        return super().serve(method, *arguments, **options)
+        return self.llm.call(method, *arguments, **options)
+
+    def close(self) -> None:
+        import ray
+
+        self.ranks.kill()
+        ray.shutdown()
 
 
 class OpenRlhfIpc(OpenRlhf):
@@ -297,6 +343,82 @@ class OpenRlhfIpc(OpenRlhf):
 
     trainer = OpenRlhfIpcTrainer
     num_trainers = RankedClient.num_trainers
+
+
+class ActorOfRay:
+    """In place of an `LLM`."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        import ray
+
+        return ray.get(getattr(self.actor, method).remote(*arguments, **options), timeout=WAIT_S)
+
+    def collective_rpc(self, method: str, args: tuple = ()) -> list:
+        return self.call("collective_rpc", method, args)
+
+    def generate(self, asked: dict, sampling: Any, **_: Any) -> list:
+        return [self.call("generate", asked["prompt_token_ids"], sampling)]
+
+
+class OpenRlhfAsynchronous(OpenRlhf):
+    """OpenRLHF's asynchronous mode with partial rollouts: a request is paused for each policy, and goes on with it."""
+
+    _under_way: Any = None
+
+    def connect(self) -> None:
+        super().connect()
+        from openrlhf.trainer.ppo_trainer_async import TrainingActor, VLLMLock
+
+        kind = TrainingActor.__ray_metadata__.modified_class
+        self._trainer = kind.__new__(kind)
+        self._trainer.args = SimpleNamespace(vllm=SimpleNamespace(enable_sleep=False))
+        self._trainer.vllm_engines, self._trainer.vllm_lock = [self.llm.actor], VLLMLock.remote()
+        self._trainer._partial_rollout = True
+
+    def push(self, pairs: Pairs) -> None:
+        self._interrupt(partial(super().push, pairs))
+
+    def leave(self, pairs: Pairs) -> None:
+        self._interrupt(partial(super().leave, pairs))
+
+    def generate(self) -> list[int]:
+        """Not before the request is answered that the last policy interrupted."""
+        import ray
+
+        asked, self._under_way = self._under_way, None
+        if asked is not None:
+            answer = ray.get(asked, timeout=WAIT_S)
+            assert len(answer.outputs[0].token_ids) == NUM_TOKENS
+        return super().generate()
+
+    def _interrupt(self, send: Callable[[], None]) -> None:
+        import ray
+        from vllm import SamplingParams
+
+        def is_answered(asked: Any) -> bool:
+            return bool(ray.wait([asked], timeout=0)[0])
+
+        def broadcast(method_name: str) -> list:
+            """While generation is paused."""
+            assert method_name == "broadcast_to_vllm"
+            if is_answered(asked):
+                refused = attempt(lambda: ray.get(asked))["error"]
+                assert "refuses requests" in refused, "nothing is interrupted"
+                self._under_way = None
+            send()
+            return []
+
+        if self._under_way is not None:
+            assert ray.wait([self._under_way], timeout=WAIT_S)[0], "a request waits without end"
+        sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, detokenize=False, ignore_eos=True)
+        self._under_way = asked = self.llm.actor.generate.remote([7] * 24, sampling)
+        while not is_answered(asked) and not self.llm.call("get_num_unfinished_requests"):
+            time.sleep(0.01)
+        self._trainer.actor_model_group = SimpleNamespace(async_run_method=broadcast)
+        self._trainer.broadcast_to_vllm()
 
 
 class SkyRlTrainer(Trainer):
@@ -559,6 +681,7 @@ CLIENTS: dict[str, tuple[type[VllmClient], tuple[int, ...]]] = {
     "verl": (Verl, (1, 2)),
     "OpenRLHF broadcast": (OpenRlhf, (1, 2)),
     "OpenRLHF CUDA IPC": (OpenRlhfIpc, (1, 2)),
+    "OpenRLHF asynchronous": (OpenRlhfAsynchronous, (2,)),
     "NeMo RL": (NemoRl, (2,)),
     "each bucket answered": (Answered, (1,)),
     "prime-rl": (PrimeRl, (1,)),

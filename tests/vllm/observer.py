@@ -68,6 +68,11 @@ def prepare(worker, client: str) -> None:
     getattr(clients, client).prepare()
 
 
+def variables(worker) -> list[str]:
+    """Names of ours in this process's environment."""
+    return sorted(name for name in os.environ if name.startswith("FP8REFIT_") and "_TEST_" not in name)
+
+
 def echo(worker, said: str) -> str:
     return said
 
@@ -83,6 +88,7 @@ OBSERVATIONS = {
     "kv_scales": kv_scales,
     "padding": padding,
     "pids": pids,
+    "variables": variables,
     "echo": echo,
     "prepare": prepare,
 }

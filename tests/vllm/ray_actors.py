@@ -36,7 +36,7 @@ def run_ray_executor(work: str) -> dict:
     family = "qwen2_wide"  # of `layout_runs.CASES["tensor parallel"]`, whose fresh engine is compared with
     folder = Path(work) / "bf16"
     save_model(family, 1, folder)
-    os.environ |= {"FP8REFIT_TEST_RAY": "1", "FP8REFIT_TEST_KERNEL": "ue8m0", "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ |= {"FP8REFIT_TEST_RAY": ACCELERATOR, "FP8REFIT_TEST_KERNEL": "ue8m0", "RAY_USAGE_STATS_ENABLED": "0"}
     CpuPlatform.ray_device_key = ACCELERATOR  # of this process, which took its platform when it imported vLLM
     ray.init(num_cpus=2, resources={ACCELERATOR: 2}, include_dashboard=False)
     with booted_as("Ray executor", folder, "ue8m0", **NOISE) as subject:

@@ -1,6 +1,6 @@
 """A CPU that vLLM's Ray executor takes, which asks for accelerators: each rank gets one of Ray's that no test machine has.
 
-vLLM's plugin mechanism loads it in every process, and takes it where `FP8REFIT_TEST_RAY` is set.
+vLLM's plugin mechanism loads it in every process, and takes it where `FP8REFIT_TEST_RAY` names the kind of accelerator.
 """
 
 import os
@@ -19,4 +19,4 @@ def __getattr__(wanted: str) -> type:
         raise AttributeError(wanted)
     from vllm.platforms.cpu import CpuPlatform  # not before vLLM asks for its platform
 
-    return type(wanted, (CpuPlatform,), {"ray_device_key": ACCELERATOR})
+    return type(wanted, (CpuPlatform,), {"ray_device_key": os.environ["FP8REFIT_TEST_RAY"]})

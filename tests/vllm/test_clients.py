@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import uuid
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -70,3 +72,27 @@ def tried(request, named, policies, fresh):
         timeout_s=400,
     )
     return json.loads((policies / "found.json").read_text()) | {"fresh": fresh(ranks)}
+
+
+WAYS = {"variables": ["FP8REFIT_DROP_IN", "FP8REFIT_QUANTIZATION"], "configuration": []}
+"""How SkyRL's engine gets the drop-in, and which variables it has: SkyRL forwards none of ours to a Ray that runs already."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_drop_in_gets_into_the_engine_that_skyrl_starts(way, named, policies):
+    if importlib.util.find_spec("skyrl") is None:
+        pytest.skip("`nox -s trainers` has skyrl")
+    with TemporaryDirectory(
+        prefix="ray", ignore_cleanup_errors=True
+    ) as folder:  # the names of Ray's sockets must be short
+        own = {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}  # nobody else's Ray
+        run_python(
+            [HERE / "skyrl_servers.py", policies, way],
+            named | ENVIRONMENT | own | {"FP8REFIT_TEST_RAY": "GPU", "RAY_USAGE_STATS_ENABLED": "0"},
+            policies,
+            timeout_s=150,
+        )
+    found = json.loads((policies / "found.json").read_text())
+    assert found["variables"] == WAYS[way]
+    assert found["report"] == [None], "only a worker with the drop-in answers; it has refitted nothing yet"
+    assert any(name.endswith("weight_scale_inv") for name in found["live_bytes"])

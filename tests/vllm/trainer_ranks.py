@@ -23,6 +23,8 @@ from tests.serving import free_port
 WAIT_S = 60
 NUM_CALLS = 4
 """After which a trainer dies that calls for each bucket. One that sends its buckets in one call dies between two of them."""
+ALONE_S = 5
+"""How long ranks go on after one has raised or is gone. Others may wait for it, and then the trainer is gone, as with Ray's."""
 
 
 class Engine:
@@ -84,6 +86,8 @@ class Ranks:
         self._told: list[Connection] = []
         self._calls: list[Connection] = []
         self._processes = []
+        self.are_gone = False
+        """Whether any is: the others are of no use without it."""
         for rank in range(number):
             told, ours = context.Pipe()
             calls, called = context.Pipe()
@@ -107,20 +111,26 @@ class Ranks:
         self._wait()
 
     def kill(self) -> None:
+        self.are_gone = True
         for process in self._processes:
             process.kill()
             process.join()
 
     def _wait(self) -> None:
-        """Until every rank is done or gone; raises what the first one raised."""
+        """Until every rank is done or gone; raises what the first one raised, and ends those that wait for it."""
         errors, open_ends = [], [*self._told]
         while open_ends:
-            ready = wait([*open_ends, *self._calls], WAIT_S)
-            assert ready, "nothing comes from the trainer"
+            is_alone = bool(errors) or self.are_gone
+            ready = wait([*open_ends, *self._calls], ALONE_S if is_alone else WAIT_S)
+            assert ready or is_alone, "nothing comes from the trainer"
+            if not ready:
+                self.kill()
+                break
             for connection in ready:
                 try:
                     message = connection.recv()
                 except EOFError:
+                    self.are_gone = True
                     open_ends = [end for end in open_ends if end is not connection]
                     self._calls = [end for end in self._calls if end is not connection]
                     continue
