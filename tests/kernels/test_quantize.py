@@ -125,7 +125,7 @@ def test_what_is_not_finite_in_a_row_is_flagged_for_whoever_holds_another_part(d
     assert assert_same_as_reference([replace(task, format=ROWS, columns=(208, 0))]) == [0]
 
 
-def test_a_row_is_divided_by_its_scale_as_vllm_divides():
+def test_a_row_is_divided_by_its_scale_as_vllm_divides(device):
     """1.0625 times the scale is between two codes: multiplied by the reciprocal, some values go to the other one."""
     source = random_matrix(64, 4096, torch.bfloat16, seed=3)
     codes, scale = quantize_matrix(source, ROWS)
@@ -133,6 +133,8 @@ def test_a_row_is_divided_by_its_scale_as_vllm_divides():
     assert torch.equal(scale, (amax / torch.tensor(448.0)).clamp_min(1 / (448 * 512)))
     expected = (source / scale).clamp(-448, 448).to(FP8_DTYPE)
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+    task = quantize_task(source.to(device), block_size=(1, WHOLE), scale_format=ROWS.scale_format)
+    assert assert_same_as_reference([task]) == []
     other, _ = quantize_matrix(source, replace(ROWS, scale_format=ScaleFormat.FP32))
     assert not torch.equal(codes.view(torch.uint8), other.view(torch.uint8))
 
