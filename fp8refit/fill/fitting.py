@@ -57,7 +57,7 @@ def fit_scale(meta: TensorMeta, slot: Slot, stack: Stacked | None = None, first_
     if slot.scale is None or slot.format is None:
         return f"is a scale, but this engine holds {slot.name} as {dtype_name(slot.weight.dtype)}; leave it out"
     experts, matrix = ((), slot.full_shape) if stack is None else (stack.shape[:1], stack.shape[1:])
-    block, expected = "x".join(map(str, slot.format.block_size)), slot.format.scale_shape((*experts, *matrix))
+    block, expected = slot.format.block, slot.format.scale_shape((*experts, *matrix))
     if meta.shape != expected:
         return f"has shape {list(meta.shape)}, blocks of {block} need {list(expected)}"
     if meta.dtype not in SOURCE_DTYPES:

@@ -42,12 +42,13 @@ def quantize_blockwise(
     requantization at boot changes nothing); code `e4m3(clamp(x * (1 / s), -448, 448))`, rounded to nearest even. A block of
     zeros gets zero codes and a small positive scale: `amax` is at least 1e-10 for `fp32`, and 1e-4 otherwise. CPU and GPU
     give the same bits. vLLM's own quantizer (`fp8_per_block`) computes `amax / 448` on a CPU (`fp32_floored`), and
-    `amax * (1 / 448)` on a GPU (`fp32_reciprocal`).
+    `amax * (1 / 448)` on a GPU (`fp32_reciprocal`). Its quantizer of rows (`fp8_per_channel`) divides by the scale, with a
+    floor of 1/512 (`fp32_dividing` in blocks of `(1, K)`).
 
     Args:
         weight: (N, K), bfloat16, float16 or float32, any strides, CPU or CUDA. float32 is quantized as it is.
         block_size: Rows and columns of one block.
-        scale_format: `"fp32"`, `"ue8m0"`, `"fp32_floored"` or `"fp32_reciprocal"`.
+        scale_format: `"fp32"`, `"ue8m0"`, `"fp32_floored"`, `"fp32_reciprocal"` or `"fp32_dividing"`.
 
     Returns:
         Codes (N, K) float8_e4m3fn and scales (ceil(N / block_n), ceil(K / block_k)) float32, the multipliers that

@@ -181,9 +181,13 @@ class BlockFormat:
             case _:
                 assert_never(self.amax_over)
 
+    @property
+    def block(self) -> str:
+        """Rows and columns that share a scale, for people."""
+        return "x".join("all" if size == WHOLE else str(size) for size in self.block_size)
+
     def __str__(self) -> str:
-        rows, columns = ("all" if size == WHOLE else size for size in self.block_size)
-        return f"{self.scale_format} scales per {rows}x{columns} block"
+        return f"{self.scale_format} scales per {self.block} block"
 
 
 class Container(StrEnum):

@@ -16,7 +16,7 @@ from torch import Tensor
 from fp8refit import InvalidSourceError, NonFiniteError, quantize_blockwise
 from fp8refit.checkpoint import quantize, quantize_checkpoint
 from fp8refit.errors import CheckpointError
-from fp8refit.live.formats import Container, ScaleFormat
+from fp8refit.live.formats import WHOLE, Container, ScaleFormat
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.slots import FP8_DTYPE, Stacked
 from fp8refit.sources.source import as_source
@@ -155,6 +155,13 @@ def test_every_container_has_the_same_bytes_under_its_names(container, src, dst)
     assert report.bytes_written == index["metadata"]["total_size"]
     config = read_json(dst / "config.json")["quantization_config"]
     assert config["quant_method"] == container
+
+
+@pytest.mark.parametrize("container", [Container.FP8, Container.MODELOPT])
+def test_a_container_without_scales_of_rows_is_refused(container, src, dst):
+    with pytest.raises(ValueError, match=f"container {container} has no scales per row; use compressed-tensors"):
+        quantize_checkpoint(src, dst, block_size=(1, WHOLE), container=container)
+    assert not dst.exists()
 
 
 def test_what_is_left_out_is_named_so_that_vllm_leaves_out_nothing_else(src, dst, tmp_path):

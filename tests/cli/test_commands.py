@@ -10,10 +10,11 @@ import sys
 import pytest
 import torch
 from fp8refit_transformers import TransformersEngine, to_block_fp8
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 from typer.testing import CliRunner
 
-from fp8refit import Refitter, __version__
+from fp8refit import Refitter, __version__, quantize_blockwise
 from fp8refit.checkpoint import CheckpointReport
 from fp8refit.cli import commands as cli
 from fp8refit.cli import demo
@@ -285,6 +286,23 @@ def test_quantize_in_a_format(checkpoint, tmp_path):
     Refitter(engine).refit(tmp_path / "fp8")
     scale = engine.state_dict()[BAD_TENSOR + SCALE_SUFFIX]
     assert torch.equal(torch.log2(scale), torch.log2(scale).round())
+
+
+def test_quantize_per_channel(checkpoint, tmp_path):
+    result = run("quantize", checkpoint, tmp_path / "fp8", "--per-channel")
+    assert result.exit_code == 0, result.output
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
+    (group,) = config["config_groups"].values()
+    assert (config["quant_method"], group["weights"]["strategy"]) == ("compressed-tensors", "channel")
+    (file,) = (tmp_path / "fp8").glob("*.safetensors")
+    held = load_file(file)
+    weight = make_model().get_parameter(BAD_TENSOR).bfloat16()
+    codes, scale = quantize_blockwise(weight, block_size=(1, weight.shape[1]), scale_format="fp32_dividing")
+    assert torch.equal(held[BAD_TENSOR].view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(held[f"{BAD_TENSOR}_scale"], scale)
+    refused = run("quantize", checkpoint, tmp_path / "other", "--per-channel", "--container", "modelopt")
+    assert refused.exit_code == 2 and "modelopt has no scales per row" in refused.output
+    assert not (tmp_path / "other").exists()
 
 
 def test_quantize_refuses_nan_and_names_the_tensor(tmp_path):

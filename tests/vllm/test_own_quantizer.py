@@ -77,3 +77,34 @@ def test_the_reciprocal_format_differs_by_at_most_one_bit_of_a_scale(name):
         quantize_blockwise(weight, scale_format=f"fp32_{kind}") for kind in ("floored", "reciprocal")
     )
     assert int((one.view(torch.int32) - other.view(torch.int32)).abs().max()) <= 1
+
+
+def rows_of(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return quantize_blockwise(weight, block_size=(1, weight.shape[1]), scale_format="fp32_dividing")
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_are_quantized_as_vllm_does_per_channel(name, dtype):
+    own = pytest.importorskip("vllm.model_executor.layers.quantization.online.fp8")
+    if not hasattr(own, "_fp8_channel_scale"):
+        pytest.skip("before 0.31 an operation of the GPU quantizes")
+    weight = WEIGHTS[name]().to(dtype)
+    scale = own._fp8_channel_scale(weight.abs().amax(dim=-1, keepdim=True))
+    assert bytes_of(own._fp8_quant_per_channel(weight, scale), scale) == bytes_of(*rows_of(weight))
+
+
+@pytest.mark.parametrize("name", [name for name in WEIGHTS if name != "tiny and zero"])
+def test_rows_are_quantized_as_compressed_tensors_does_in_float32(name):
+    """From BF16 it rounds scales and quotients to BF16. For rows of tiny values it has no floor."""
+    pytest.importorskip("vllm")
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import quantize
+    from compressed_tensors.quantization.utils.helpers import calculate_qparams
+
+    arguments = QuantizationArgs(num_bits=8, type="float", strategy="channel", symmetric=True)
+    weight = WEIGHTS[name]().float()
+    weight = weight[weight.abs().amax(dim=1) > 2**-9]
+    scale, zero_point = calculate_qparams(*torch.aminmax(weight, dim=1, keepdim=True), arguments)
+    codes = quantize(weight, scale, zero_point, arguments, dtype=torch.float8_e4m3fn)
+    assert bytes_of(codes, scale) == bytes_of(*rows_of(weight))

@@ -86,8 +86,7 @@ def _parts(value: Any, wanted: BlockFormat | None) -> tuple[str | None, tuple[Te
             None,
         )
     if tuple(scale.shape) != (expected := wanted.scale_shape(codes.shape)):
-        block = "x".join(map(str, wanted.block_size))
-        return f"has scales {list(scale.shape)}, but blocks of {block} need {list(expected)}", None
+        return f"has scales {list(scale.shape)}, but blocks of {wanted.block} need {list(expected)}", None
     if not bool(fits_scale_format(scale, wanted.scale_format).all()):
         return f"has scales that are not all {wanted.scale_format}, which this engine's kernel needs", None
     return None, (codes, scale.contiguous())
