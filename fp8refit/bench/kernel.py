@@ -11,7 +11,7 @@ from fp8refit.bench.clock import Count, Percentiles, copy_gb_per_s, device_secon
 from fp8refit.bench.result import BenchResult, gpu_name, stamp, versions_of
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.kernels import Task, compile_table
-from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.formats import WHOLE, BlockFormat, ScaleFormat
 from fp8refit.live.slots import Op, dtype_name
 
 DEFAULT_SHAPES = ((4096, 4096), (12288, 4096), (4096, 12288), (1536, 2048), (28672, 8192))
@@ -24,7 +24,10 @@ class KernelBenchConfig(BaseModel, frozen=True, extra="forbid"):
 
     shapes: tuple[tuple[Count, Count], ...] = Field(default=DEFAULT_SHAPES, min_length=1)
     dtypes: tuple[Literal["bfloat16", "float16", "float32"], ...] = Field(default=("bfloat16", "float32"), min_length=1)
-    scale_formats: tuple[ScaleFormat, ...] = Field(default=(ScaleFormat.FP32, ScaleFormat.UE8M0), min_length=1)
+    scale_formats: tuple[ScaleFormat, ...] = Field(
+        default=(ScaleFormat.FP32, ScaleFormat.UE8M0, ScaleFormat.FP32_DIVIDING), min_length=1
+    )
+    """In blocks of 128 x 128; `fp32_dividing`, which is vLLM's for rows, with one scale per row."""
     repeats: Count = Field(default=21, ge=3)
     min_bytes: int = Field(default=1 << 30, ge=1)
     """Matrices of one shape are repeated, up to 1024 times, until a launch moves this much. A single small one would stay
@@ -89,7 +92,8 @@ def _time(
     copy_rate: float,
 ) -> KernelTiming:
     rows, cols = shape
-    block_format = BlockFormat(scale_format=scale_format)
+    block_size = (1, WHOLE) if scale_format.divides else BlockFormat().block_size
+    block_format = BlockFormat(scale_format=scale_format, block_size=block_size)
     grid = block_format.scale_shape(shape)
     bytes_each = rows * cols * (_DTYPES[dtype].itemsize + 1) + 4 * grid[0] * grid[1]
     num_matrices = min(_MOST_MATRICES, -(-config.min_bytes // bytes_each))

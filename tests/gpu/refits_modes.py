@@ -9,7 +9,8 @@
     external      vLLM: one rank of an external launcher (RANK in the environment)
     served        vLLM: `AsyncLLM` under load, requests kept
 
-`--inside`: vLLM is in this process, compiled by torch.compile, and what its rank holds is held against the specification.
+`--per-channel`: vLLM has one scale per row. `--inside`: vLLM is in this process, compiled by torch.compile, and what its rank
+holds is held against the specification.
 """
 
 import asyncio
@@ -34,7 +35,12 @@ from torch import Tensor
 from fp8refit import EngineAsleepError, EngineBusyError, EngineDirtyError, NonFiniteError, Refitter
 from fp8refit.bench import RefitBenchConfig, run_refit_bench
 from fp8refit.checkpoint import quantize_checkpoint
+from fp8refit.live.formats import WHOLE as WHOLE_SIDE
+from fp8refit.live.formats import AmaxOver, BlockFormat, Container, ScaleFormat, quantization_config
 
+PER_CHANNEL = BlockFormat(
+    block_size=(1, WHOLE_SIDE), scale_format=ScaleFormat.FP32_DIVIDING, amax_over=AmaxOver.WHOLE_BLOCK
+)
 NUM_WARM_UP = 6
 """Refits and generations after which nothing is allocated for the first time."""
 NUM_SHORT = 4
@@ -55,6 +61,9 @@ def boot(args, model: Path, *, is_noise: bool = False, **options: Any) -> Engine
 def boot_noise(args, **options: Any) -> Engine:
     folder = args.work / f"dummy-{os.environ.get('RANK', 0)}-{args.tp}"
     policies.write_config(args.shape, folder)
+    if args.per_channel:
+        quantization = quantization_config(PER_CHANNEL, ["lm_head"], Container.COMPRESSED_TENSORS)
+        options |= {"hf_overrides": {"quantization_config": quantization}}
     return boot(args, folder, is_noise=True, **options)
 
 
@@ -436,6 +445,7 @@ async def serve(args) -> dict:
 OPTIONS = {
     "engine": {"choices": ["vllm", "sglang"], "default": "vllm"},
     "inside": FLAG,
+    "per-channel": FLAG,
     "tp": WHOLE,
     "refits": WHOLE | {"default": 50},
     "rounds": WHOLE | {"default": 7},
