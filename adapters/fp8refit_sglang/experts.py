@@ -5,9 +5,10 @@ copies.
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
-from fp8refit.live.formats import WHOLE, AmaxOver, BlockFormat, ScaleFormat
+from fp8refit.live.formats import PER_ROW, BlockFormat
 from fp8refit.live.slots import Refresh
 from fp8refit.tracing.rules import Kernel, Why
 
@@ -37,16 +38,15 @@ def why_not_read(layer: Any) -> Why:
 def block_format(layer: Any) -> BlockFormat:
     """The format of a layer whose kernel reads rows, with the block size of the weight after loading.
 
-    SGLang marks scales that it rounds to powers of two; those are refused. Scales of rows come from checkpoints.
+    SGLang marks scales that it rounds to powers of two; those are refused. So are scales of rows that it
+    computed itself (`w8a8_fp8`): they lie as (1, N).
     """
     method = layer.quant_method
     holders = layer, getattr(layer, "scheme", None), method, getattr(method, "quant_config", None)
     sizes = (getattr(each, "weight_block_size", None) for each in holders)
     size = next((size for size in sizes if size is not None), None)
     if size is None:
-        return BlockFormat(
-            scale_format=ScaleFormat.FP32_DIVIDING, block_size=(1, WHOLE), amax_over=AmaxOver.WHOLE_BLOCK
-        )
+        return PER_ROW
     rows, columns = size
     return BlockFormat(block_size=(int(rows), int(columns)))
 
@@ -60,6 +60,8 @@ def kernel_of_experts(layer: Any) -> Kernel:
     if getattr(layer, "_mega_moe_weights_built", False):
         name = "megamoe"
     held = block_format(layer) if name in ROW_MAJOR_RUNNERS else None
+    if held is not None and held.has_rows and torch.version.hip is not None:
+        held = None  # AITER shuffles such weights, and they keep their shape
     return Kernel(name=name, format=held, remedy=_REMEDIES.get(method_name, _ANOTHER_RUNNER))
 
 

@@ -15,7 +15,7 @@ from fp8refit.kernels import dequantize_blockwise
 from fp8refit.live.names import name_of_scale
 from fp8refit.live.slots import Refresh
 from fp8refit.tracing.rules import Kernel, Why
-from fp8refit.tracing.stored import is_experts
+from fp8refit.tracing.stored import is_experts, own_tensors
 from fp8refit_sglang.experts import ROUTER_COPY, block_format, kernel_of_experts, refreshes_of_routers, why_not_read
 from fp8refit_sglang.latent import ABSORBED, has_known_rule, is_latent, why_not_absorbed
 
@@ -43,8 +43,8 @@ class SglangRules:
         model: The live model.
     """
 
-    no_block_fp8 = "Boot from a block-FP8 checkpoint (fp8refit quantize)"
-    other_quantization = "Boot from a checkpoint with weight_block_size (fp8refit quantize)"
+    no_block_fp8 = "Boot from an FP8 checkpoint with scales per block or row (fp8refit quantize)"
+    other_quantization = no_block_fp8
     absorbed = ABSORBED
 
     def __init__(self, model: nn.Module) -> None:
@@ -63,6 +63,10 @@ class SglangRules:
             return kernel_of_experts(module)
         name = _product_of(module)
         held = block_format(module) if name in ROW_MAJOR_KERNELS | _METHODS_OF_ROWS else None
+        if held is not None and (
+            held.has_rows is not (name in _METHODS_OF_ROWS) or (held.has_rows and not _are_columns(module))
+        ):
+            held = None
         return Kernel(name=name, format=held, remedy=_ANOTHER_KERNEL)
 
     def swaps_halves(self, module: nn.Module) -> bool:
@@ -77,15 +81,21 @@ class SglangRules:
 
     def dequantize(self, layer: Any, dtype: torch.dtype) -> Tensor:
         """By its block scales, if it has any."""
-        weight: Tensor = layer.weight.detach()
-        scale = scale_of(layer)
+        own = dict(own_tensors(layer))
+        weight, scale = own["weight"], own.get("weight_scale_inv")
         if scale is None:
             return weight
-        return dequantize_blockwise(weight, scale.detach(), block_size=block_format(layer).block_size, dtype=dtype)
+        return dequantize_blockwise(weight, scale, block_size=block_format(layer).block_size, dtype=dtype)
 
     def refreshes(self, model: nn.Module) -> Iterable[Refresh]:
         """Routers in float32."""
         return refreshes_of_routers(model)
+
+
+def _are_columns(module: Any) -> bool:
+    """Whether codes lie as columns in the memory of rows. Those that AITER shuffled do not, and keep their shape."""
+    weight: Tensor = module.weight
+    return weight.mT.is_contiguous()
 
 
 def scale_of(module: nn.Module) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from http import HTTPStatus
 from importlib.metadata import entry_points
 from inspect import currentframe, isawaitable, signature
@@ -14,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from fp8refit.driver.admission import refusal
 from fp8refit.errors import EngineDirtyError
-from fp8refit.live.formats import WHOLE, AmaxOver, BlockFormat, ScaleFormat
+from fp8refit.live.formats import PER_ROW, AmaxOver, BlockFormat, ScaleFormat
 from fp8refit.live.seams import Seam, within
 from fp8refit.live.versions import Versions
 
@@ -305,14 +306,13 @@ def block_format(module: Any, *, has_powers_of_two: bool) -> BlockFormat:
     (`per_block_cast_to_fp8`).
 
     It divides block maxima by a Python number, which torch does on a CPU; on a GPU it multiplies by the reciprocal. With
-    `fp8_per_channel`, a rank that holds a part of a row took the maximum of that part before 0.31.
+    `fp8_per_channel`, a rank that holds a part of a row took the maximum of that part in 0.24 and 0.25.
     """
     if getattr(module, "weight_block_size", None) is None:
         from vllm.model_executor.layers.quantization.utils import quant_utils
 
         is_of_part = _is_online(module) and not hasattr(quant_utils, "amax_for_tp_weight_quant")
-        amax_over = AmaxOver.OWN_SLICE if is_of_part else AmaxOver.WHOLE_BLOCK
-        return BlockFormat(scale_format=ScaleFormat.FP32_DIVIDING, block_size=(1, WHOLE), amax_over=amax_over)
+        return replace(PER_ROW, amax_over=AmaxOver.OWN_SLICE) if is_of_part else PER_ROW
     scale_format = ScaleFormat.UE8M0 if has_powers_of_two else ScaleFormat.FP32
     if _is_online(module) and not has_powers_of_two:
         is_cpu = next(module.parameters(recurse=False)).is_cpu

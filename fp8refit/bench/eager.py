@@ -32,13 +32,11 @@ def eager_quantize(weight: Tensor, block_format: BlockFormat) -> tuple[Tensor, T
         scale = torch.exp2(torch.ceil(torch.log2(amax.clamp(min=block_format.scale_format.amax_floor) / 464)))
     else:
         scale = block_scales(amax, block_format)
-    scale_of_each = scale[:, None, :, None]
-    if not block_format.scale_format.divides:
-        scale_of_each, blocks = (
-            torch.ones_like(scale_of_each),
-            blocks * (torch.ones_like(scale) / scale)[:, None, :, None],
-        )
-    codes = (blocks / scale_of_each).clamp(-448, 448).to(block_format.codes.dtype)
+    inverse = torch.ones_like(scale) / scale
+    scaled = (
+        blocks / scale[:, None, :, None] if block_format.scale_format.divides else blocks * inverse[:, None, :, None]
+    )
+    codes = scaled.clamp(-448, 448).to(block_format.codes.dtype)
     return codes.view(padded.shape)[:rows, :cols].contiguous(), scale
 
 

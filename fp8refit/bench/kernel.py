@@ -11,7 +11,7 @@ from fp8refit.bench.clock import Count, Percentiles, copy_gb_per_s, device_secon
 from fp8refit.bench.result import BenchResult, gpu_name, stamp, versions_of
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.kernels import Task, compile_table
-from fp8refit.live.formats import WHOLE, BlockFormat, ScaleFormat
+from fp8refit.live.formats import PER_ROW, BlockFormat, ScaleFormat
 from fp8refit.live.slots import Op, dtype_name
 
 DEFAULT_SHAPES = ((4096, 4096), (12288, 4096), (4096, 12288), (1536, 2048), (28672, 8192))
@@ -92,8 +92,7 @@ def _time(
     copy_rate: float,
 ) -> KernelTiming:
     rows, cols = shape
-    block_size = (1, WHOLE) if scale_format.divides else BlockFormat().block_size
-    block_format = BlockFormat(scale_format=scale_format, block_size=block_size)
+    block_format = PER_ROW if scale_format is PER_ROW.scale_format else BlockFormat(scale_format=scale_format)
     grid = block_format.scale_shape(shape)
     bytes_each = rows * cols * (_DTYPES[dtype].itemsize + 1) + 4 * grid[0] * grid[1]
     num_matrices = min(_MOST_MATRICES, -(-config.min_bytes // bytes_each))

@@ -32,20 +32,12 @@ from fp8refit.config import RefitConfig
 from fp8refit.driver.adapters import find_adapter
 from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import CheckpointError, RefitError, UnsupportedEngineError
-from fp8refit.live.formats import WHOLE, Container, ScaleFormat
+from fp8refit.live.formats import PER_ROW, Container, ScaleFormat
 from fp8refit.live.layout import EngineLayout
 
 if TYPE_CHECKING:
     from fp8refit.checkpoint import PushResult
     from fp8refit.cli.demo import DemoConfig, DemoResult, Round
-
-
-PER_CHANNEL = {
-    "scale_format": ScaleFormat.FP32_DIVIDING,
-    "block_size": (1, WHOLE),
-    "container": Container.COMPRESSED_TENSORS,
-}
-"""Options of `quantize_checkpoint` for one scale per row."""
 
 
 class _Commands(typer.core.TyperGroup):
@@ -124,8 +116,9 @@ def quantize(
         typer.Option(exists=True, dir_okay=False, help="Layout of the engine to write for, from `inspect --json`."),
     ] = None,
     scale_format: Annotated[
-        ScaleFormat, typer.Option(help="Format of every scale of blocks, unless a layout says otherwise.")
-    ] = ScaleFormat.FP32,
+        ScaleFormat | None,
+        typer.Option(help="Format of every scale of blocks, unless a layout says otherwise.", show_default="fp32"),
+    ] = None,
     per_channel: Annotated[
         bool, typer.Option("--per-channel", help="One scale per row instead of one per block, in compressed-tensors.")
     ] = False,
@@ -140,11 +133,20 @@ def quantize(
     """Write the FP8 checkpoint that an engine can boot from, with the bytes that a refit would write."""
     from fp8refit.checkpoint import quantize_checkpoint
 
-    options: dict[str, Any] = {"scale_format": scale_format, "container": container or Container.FP8}
+    options: dict[str, Any] = {
+        "scale_format": scale_format or ScaleFormat.FP32,
+        "container": container or Container.FP8,
+    }
     if per_channel:
-        if container not in (None, Container.COMPRESSED_TENSORS):
+        if container is not None and not container.has_rows:
             raise typer.BadParameter(f"{container} has no scales per row", param_hint="--container")
-        options = PER_CHANNEL
+        if scale_format is not None or like is not None:
+            raise typer.BadParameter("leave out --scale-format and --like", param_hint="--per-channel")
+        options = {
+            "scale_format": PER_ROW.scale_format,
+            "block_size": PER_ROW.block_size,
+            "container": Container.COMPRESSED_TENSORS,
+        }
     layout = _read_layout(like) if like is not None else None
     with ended_in_order(), byte_progress("quantize") as on_progress:
         report = quantize_checkpoint(src, dst, like=layout, on_progress=on_progress, **options)

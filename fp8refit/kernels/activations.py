@@ -26,6 +26,7 @@ def quantize_activations(x_MK: Tensor, weight_format: BlockFormat) -> tuple[Tens
         Codes (M, K) float8_e4m3fn and scales (M, ceil(K / block_k)) float32.
     """
     (rows, cols), (_, group_size) = x_MK.shape, weight_format.block_size
+    group_size = max(1, min(group_size, cols))
     groups = -(-cols // group_size)
     x_MGk = functional.pad(x_MK.to(torch.float32), (0, groups * group_size - cols)).view(rows, groups, group_size)
     amax = x_MGk.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR)

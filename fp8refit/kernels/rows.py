@@ -209,9 +209,8 @@ def _rows_of(index: int, task: Task) -> list[tuple[Kind, Row, int]]:
     box = task.box(task.source)
     if task.op is Op.QUANTIZE:
         assert task.scale is not None and task.format is not None and box.ndim == 2, f"{task=}"
-        has_kernel = task.format.block_size == (1, WHOLE) or (
-            WHOLE not in task.format.block_size and task.columns is None
-        )
+        is_block = WHOLE not in task.format.block_size and task.columns is None
+        has_kernel = is_block or task.format.has_rows
         assert has_kernel, f"{task.format}: no kernel takes one maximum of so many values"
         pieces = [(box, task.target)]
     else:

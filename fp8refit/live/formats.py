@@ -56,9 +56,13 @@ class ScaleFormat(StrEnum):
     def dtype(self) -> torch.dtype:
         """The dtype of the tensor that holds them."""
         match self:
-            case ScaleFormat.FP32 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_RECIPROCAL | ScaleFormat.FP32_DIVIDING:
-                return torch.float32
-            case ScaleFormat.UE8M0:
+            case (
+                ScaleFormat.FP32
+                | ScaleFormat.UE8M0
+                | ScaleFormat.FP32_FLOORED
+                | ScaleFormat.FP32_RECIPROCAL
+                | ScaleFormat.FP32_DIVIDING
+            ):
                 return torch.float32
             case _:
                 assert_never(self)
@@ -105,7 +109,7 @@ class AmaxOver(StrEnum):
     OWN_SLICE = "own_slice"
     """What the rank itself holds, whose first block begins at its first element."""
     WHOLE_BLOCK = "whole_block"
-    """The matrix's own block, of which a rank may hold a part: its scale is the same on every rank."""
+    """The matrix's own block, of which a rank may hold some columns: its scale is the same on every rank."""
 
     @property
     def reaches_beyond(self) -> bool:
@@ -145,6 +149,13 @@ class BlockFormat:
         if not is_pair or not all(isinstance(side, int) and side >= 1 for side in self.block_size):
             raise ValueError(f"block_size is {sides!r}; it must be two whole numbers of at least 1")
         object.__setattr__(self, "block_size", tuple(self.block_size))
+        if self.block_size[0] != 1 and self.amax_over.reaches_beyond:
+            raise ValueError(f"block_size is {sides!r}; a block of which ranks hold parts has one row")
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it has one scale per row."""
+        return self.block_size == (1, WHOLE)
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the scales of a matrix, or of a stack of matrices."""
@@ -152,7 +163,9 @@ class BlockFormat:
         return (*stack, -(-rows // self.block_size[0]), -(-columns // self.block_size[1]))
 
     def block_at(self, start: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the block of a matrix, or of a stack, at whose first element a slice may begin; None if that cuts a block."""
+        """Return the block of a matrix, or of a stack, at whose first element a slice may begin; None if it may not, since the
+        block's scale would be another.
+        """
         *stack, row, column = start
         match self.amax_over:
             case AmaxOver.OWN_SLICE:
@@ -164,7 +177,7 @@ class BlockFormat:
                 assert_never(self.amax_over)
 
     def holds_whole_blocks(self, start: Sequence[int], shape: Sequence[int], full_shape: Sequence[int]) -> bool:
-        """Whether a slice cuts no block of its matrix, so that who quantizes the matrix gets the same bytes."""
+        """Whether who quantizes the whole matrix gets the bytes of a slice: it cuts no block, or the scale covers all of it."""
         ends = ((first + length, full) for first, length, full in zip(start, shape, full_shape, strict=True))
         cuts = (end % size and end != full for (end, full), size in zip(ends, self.block_size, strict=True))
         return self.amax_over.reaches_beyond or (self.block_at(start) is not None and not any(cuts))
@@ -190,6 +203,10 @@ class BlockFormat:
         return f"{self.scale_format} scales per {self.block} block"
 
 
+PER_ROW = BlockFormat(block_size=(1, WHOLE), scale_format=ScaleFormat.FP32_DIVIDING, amax_over=AmaxOver.WHOLE_BLOCK)
+"""FP8 per channel, as vLLM quantizes it: one scale per row, whichever part of the row a rank holds."""
+
+
 class Container(StrEnum):
     """What a checkpoint says of its format, and how it names and shapes scales of blocks. Their values are the same in each."""
 
@@ -213,7 +230,7 @@ class Container(StrEnum):
 
     def or_other(self, block_format: BlockFormat) -> "Container":
         """This one, or another if it has no form for a format: an engine that quantizes itself boots from no container."""
-        has_form = self.has_rows or block_format.block_size != (1, WHOLE)
+        has_form = self.has_rows or not block_format.has_rows
         return self if has_form else Container.COMPRESSED_TENSORS
 
     @property
@@ -253,17 +270,21 @@ def quantization_config(
         case _:
             assert_never(block_format.codes)
     match block_format.scale_format:
-        case ScaleFormat.FP32 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_RECIPROCAL | ScaleFormat.FP32_DIVIDING:
-            return _config_of_fp8(block_format.block_size, names, container)
-        case ScaleFormat.UE8M0:
-            return _config_of_fp8(block_format.block_size, names, container)
+        case (
+            ScaleFormat.FP32
+            | ScaleFormat.UE8M0
+            | ScaleFormat.FP32_FLOORED
+            | ScaleFormat.FP32_RECIPROCAL
+            | ScaleFormat.FP32_DIVIDING
+        ):
+            return _config_of_fp8(block_format, names, container)
         case _:
             assert_never(block_format.scale_format)
 
 
-def _config_of_fp8(block_size: tuple[int, int], kept: list[str], container: Container) -> dict[str, object]:
+def _config_of_fp8(block_format: BlockFormat, kept: list[str], container: Container) -> dict[str, object]:
     """As vLLM's `Fp8Config`, `CompressedTensorsConfig` and `ModelOptFp8Config` read it."""
-    has_rows = block_size == (1, WHOLE)
+    block_size, has_rows = block_format.block_size, block_format.has_rows
     if has_rows and not container.has_rows:
         raise ValueError(f"container {container} has no scales per row; use {Container.COMPRESSED_TENSORS}")
     match container:

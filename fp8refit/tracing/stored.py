@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import assert_never
 
+import torch
 from torch import Tensor, nn
 
 from fp8refit.live.formats import BlockFormat, Placement
@@ -34,7 +35,7 @@ def _is_scale_of_codes(module: nn.Module, key: str) -> bool:
     scale, weight = (module._parameters.get(name) for name in (key, key.removesuffix("_scale")))
     if scale is None or weight is None or scale is weight:
         return False
-    return weight.dtype is FP8_DTYPE and scale.ndim == weight.ndim
+    return weight.dtype is FP8_DTYPE and scale.dtype is torch.float32 and scale.ndim == weight.ndim
 
 
 def own_tensors(module: nn.Module, kinds: Iterable[str] = ("_parameters", "_buffers")) -> Iterator[tuple[str, Tensor]]:
@@ -57,7 +58,7 @@ def _is_transposed(module: nn.Module, key: str, values: Tensor) -> bool:
     scale = module._parameters.get(f"{key}_scale")
     if scale is None or values.dtype is not FP8_DTYPE or values.ndim != 2 or getattr(module, "weight_block_size", None):
         return False
-    return tuple(scale.shape) == (values.shape[1], 1) and not values.is_contiguous() and values.mT.is_contiguous()
+    return tuple(scale.shape) == (values.shape[1], 1) and values.mT.is_contiguous()
 
 
 def why_not_stored(rules: KernelRules, prefix: str, module: nn.Module, own: Mapping[str, Tensor]) -> Why:

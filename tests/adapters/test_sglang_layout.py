@@ -11,7 +11,7 @@ import torch
 from fp8refit_sglang.layout import ROW_MAJOR_KERNELS, SglangRules
 from torch import nn
 
-from fp8refit.live.formats import BlockFormat
+from fp8refit.live.formats import PER_ROW, BlockFormat
 from fp8refit.live.slots import Inventory, Refusal
 from fp8refit.tracing.inventory import inventory_of
 from fp8refit.tracing.twin import Twin
@@ -259,13 +259,43 @@ def test_a_layer_wrapped_for_lora_is_refused():
 
 
 @pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])
-def test_fp8_by_channel_or_tensor_is_refused(dtype):
+def test_fp8_by_tensor_is_refused(dtype):
     layer = block_layer()
     del layer.weight_scale_inv
     layer.weight = nn.Parameter(layer.weight.data.to(dtype), requires_grad=False)
     layer.weight_scale = nn.Parameter(torch.ones(256), requires_grad=False)
     refusal = only_refusal(model_of(proj=layer))
-    assert "under Fp8LinearMethod, which is not block FP8. Boot from a checkpoint with weight_block_size" in refusal
+    assert "under Fp8LinearMethod, which is not block FP8. Boot from an FP8 checkpoint with scales per block" in refusal
+
+
+class CompressedTensorsW8A8Fp8:
+    """SGLang's scheme, of blocks if it has a product for them."""
+
+
+def channel_layer(weight):
+    layer = nn.Module()
+    layer.scheme, layer.quant_method = CompressedTensorsW8A8Fp8(), None
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    layer.weight_scale = nn.Parameter(torch.full((256, 1), 2.0), requires_grad=False)
+    return layer
+
+
+def test_fp8_by_channel_is_read_as_it_lies_in_memory():
+    layer = channel_layer(torch.ones(256, 256).to(FP8).t())
+    kernel = SglangRules(model_of(proj=layer)).kernel_of(layer)
+    assert (kernel.name, kernel.format) == ("CompressedTensorsW8A8Fp8", PER_ROW)
+    layer.weight.data[3] = 0  # a column of the matrix
+    weight = SglangRules(model_of(proj=layer)).dequantize(layer, torch.float32)
+    assert weight[:, 3].eq(0).all() and weight[:, :3].eq(2).all()
+
+
+def test_fp8_by_channel_that_is_shuffled_or_of_unknown_blocks_is_refused():
+    """AITER shuffles weights and keeps their shape."""
+    shuffled = channel_layer(torch.ones(256, 256).to(FP8))
+    of_blocks = channel_layer(torch.ones(256, 256).to(FP8).t())
+    of_blocks.weight_block_size = (128, 128)
+    for layer in (shuffled, of_blocks):
+        assert SglangRules(model_of(proj=layer)).kernel_of(layer).format is None
 
 
 def test_a_model_without_block_fp8_is_refused():

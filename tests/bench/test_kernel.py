@@ -15,7 +15,7 @@ def test_every_case_is_timed_beside_the_copy_rate():
     config = KernelBenchConfig(shapes=((256, 384), (130, 100)), repeats=3, min_bytes=1 << 18)
     steps = []
     result = run_kernel_bench(config, device=CPU, on_progress=lambda *step: steps.append(step))
-    assert len(result.timings) == 2 * 2 * 2 == len(steps) - 1
+    assert len(result.timings) == 2 * 2 * 3 == len(steps) - 1
     first = result.timings[0]
     assert (first.shape, first.dtype, str(first.scale_format)) == ((256, 384), "bfloat16", "fp32")
     assert first.num_matrices == 1 and first.num_bytes == 256 * 384 * 3 + 4 * 2 * 3
@@ -29,7 +29,7 @@ def test_the_command_line_times_the_reference_on_a_cpu():
     ran = CliRunner().invoke(app, [*arguments, "--json"])
     assert ran.exit_code == 0, ran.output
     found = json.loads(ran.stdout)
-    assert [timing["shape"] for timing in found["timings"]] == [[128, 128]] * 2
+    assert [timing["shape"] for timing in found["timings"]] == [[128, 128]] * 3
     again = CliRunner().invoke(app, [*found["command"].split()[1:], "--json"])
     assert json.loads(again.stdout)["config"] == found["config"]
     assert "of copy" in CliRunner().invoke(app, arguments).stdout

@@ -302,6 +302,8 @@ def test_quantize_per_channel(checkpoint, tmp_path):
     assert torch.equal(held[f"{BAD_TENSOR}_scale"], scale)
     refused = run("quantize", checkpoint, tmp_path / "other", "--per-channel", "--container", "modelopt")
     assert refused.exit_code == 2 and "modelopt has no scales per row" in refused.output
+    refused = run("quantize", checkpoint, tmp_path / "other", "--per-channel", "--scale-format", "ue8m0")
+    assert refused.exit_code == 2 and "leave out --scale-format" in refused.output
     assert not (tmp_path / "other").exists()
 
 

@@ -13,15 +13,13 @@ from fp8refit.fill.staging import Staging
 from fp8refit.fill.tasks import bind, misfit_scales
 from fp8refit.kernels import quantize_matrix
 from fp8refit.kernels.work import Action, have_layouts
-from fp8refit.live.formats import WHOLE, AmaxOver, BlockFormat, ScaleFormat
+from fp8refit.live.formats import PER_ROW, BlockFormat, ScaleFormat
 from fp8refit.live.slots import Op, Slot, Stacked, TensorMeta
 from fp8refit.sources.source import MappingSource
 from tests.fakes import FakeModel, assert_holds, bytes_of, compile_plan, live_bytes, make_policy, prequantize
 
 CPU = torch.device("cpu")
-ROWS = BlockFormat(block_size=(1, WHOLE), scale_format=ScaleFormat.FP32_DIVIDING, amax_over=AmaxOver.WHOLE_BLOCK)
-"""One scale per row, whichever columns a rank holds."""
-FORMATS = pytest.mark.parametrize("block_format", [BlockFormat(block_size=(64, 64)), ROWS], ids=["blocks", "rows"])
+FORMATS = pytest.mark.parametrize("block_format", [BlockFormat(block_size=(64, 64)), PER_ROW], ids=["blocks", "rows"])
 NORM = "model.layers.0.input_layernorm.weight"
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
 
@@ -78,7 +76,7 @@ def big_slots() -> tuple[Slot, ...]:
             weight=torch.zeros_like(codes),
             offset=(64, 100),
             scale=torch.zeros(1000, 1),
-            format=ROWS,
+            format=PER_ROW,
         ),
         Slot(name="embed", full_shape=(1700, 640), weight=torch.zeros(1700, 640, dtype=torch.bfloat16)),
         Slot(name="experts", full_shape=(8, 256, 640), weight=torch.zeros(8, 256, 640)),
@@ -104,7 +102,7 @@ def test_tensors_larger_than_a_bucket_are_cut_without_changing_a_byte():
     for slot, other in zip(slots, expected, strict=True):
         assert bytes_of(slot.weight) == bytes_of(other.weight)
         assert slot.scale is None or torch.equal(slot.scale, other.scale)
-    codes, scale = quantize_matrix(tensors["rows"].bfloat16(), ROWS)
+    codes, scale = quantize_matrix(tensors["rows"].bfloat16(), PER_ROW)
     assert bytes_of(slots[1].weight) == bytes_of(codes[64:1064, 100:]) and torch.equal(slots[1].scale, scale[64:1064])
 
 
@@ -196,8 +194,8 @@ def test_runs_of_rows_may_cut_the_blocks_of_a_slot(block_format, start, num_rows
     whole, cut = slots
     assert bytes_of(whole.weight) == bytes_of(cut.weight) and torch.equal(whole.scale, cut.scale)
     assert whole.scale.all()
-    if block_format is ROWS:
-        codes, scale = (each[start : start + num_rows] for each in quantize_matrix(tensor, ROWS))
+    if block_format is PER_ROW:
+        codes, scale = (each[start : start + num_rows] for each in quantize_matrix(tensor, PER_ROW))
         assert bytes_of(whole.weight) == bytes_of(codes[:, 32:]) and torch.equal(whole.scale, scale)
 
 

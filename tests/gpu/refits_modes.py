@@ -35,12 +35,8 @@ from torch import Tensor
 from fp8refit import EngineAsleepError, EngineBusyError, EngineDirtyError, NonFiniteError, Refitter
 from fp8refit.bench import RefitBenchConfig, run_refit_bench
 from fp8refit.checkpoint import quantize_checkpoint
-from fp8refit.live.formats import WHOLE as WHOLE_SIDE
-from fp8refit.live.formats import AmaxOver, BlockFormat, Container, ScaleFormat, quantization_config
+from fp8refit.live.formats import PER_ROW, Container, quantization_config
 
-PER_CHANNEL = BlockFormat(
-    block_size=(1, WHOLE_SIDE), scale_format=ScaleFormat.FP32_DIVIDING, amax_over=AmaxOver.WHOLE_BLOCK
-)
 NUM_WARM_UP = 6
 """Refits and generations after which nothing is allocated for the first time."""
 NUM_SHORT = 4
@@ -62,7 +58,7 @@ def boot_noise(args, **options: Any) -> Engine:
     folder = args.work / f"dummy-{os.environ.get('RANK', 0)}-{args.tp}"
     policies.write_config(args.shape, folder)
     if args.per_channel:
-        quantization = quantization_config(PER_CHANNEL, ["lm_head"], Container.COMPRESSED_TENSORS)
+        quantization = quantization_config(PER_ROW, ["lm_head"], Container.COMPRESSED_TENSORS)
         options |= {"hf_overrides": {"quantization_config": quantization}}
     return boot(args, folder, is_noise=True, **options)
 

@@ -14,7 +14,7 @@ from fp8refit.kernels import quantize_matrix
 from fp8refit.kernels.reference import block_scales, quantize_reference
 from fp8refit.kernels.triton_table import TritonTable
 from fp8refit.kernels.work import Action
-from fp8refit.live.formats import WHOLE, AmaxOver, BlockFormat, ScaleFormat
+from fp8refit.live.formats import PER_ROW, WHOLE, BlockFormat, ScaleFormat
 from fp8refit.live.slots import FP8_DTYPE, SOURCE_DTYPES
 from tests.kernels.tables import assert_same_as_reference, quantize_task
 
@@ -23,8 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in mul
 
 SHAPES = [(1, 1), (127, 129), (128, 128), (129, 127), (256, 384), (1, 4096), (300, 272)]
 BLOCKS = [(128, 128), (64, 64), (32, 128), (96, 80), (1, WHOLE)]
-ROWS = BlockFormat(block_size=(1, WHOLE), scale_format=ScaleFormat.FP32_DIVIDING, amax_over=AmaxOver.WHOLE_BLOCK)
-"""One scale per row: FP8 per channel."""
 COMBINATIONS = [
     (torch.bfloat16, ScaleFormat.FP32),
     (torch.bfloat16, ScaleFormat.UE8M0),
@@ -101,9 +99,11 @@ def test_a_scale_of_a_whole_row_is_the_same_for_whoever_holds_a_part(dtype, colu
     """A rank holds some columns; the outlier, at column 104, is not always among them."""
     first, length = columns
     source = random_matrix(150, 208, dtype)
-    whole = quantize_matrix(source, ROWS)
-    task = quantize_task(source.to(device), block_size=(1, WHOLE), scale_format=ROWS.scale_format, shape=(150, length))
-    task = replace(task, format=ROWS, columns=(208, first))
+    whole = quantize_matrix(source, PER_ROW)
+    task = quantize_task(
+        source.to(device), block_size=(1, WHOLE), scale_format=PER_ROW.scale_format, shape=(150, length)
+    )
+    task = replace(task, format=PER_ROW, columns=(208, first))
     assert assert_same_as_reference([task], action=action) == []
     if action is Action.WRITE:
         table = TritonTable([task], device)
@@ -122,20 +122,20 @@ def test_what_is_not_finite_in_a_row_is_flagged_for_whoever_holds_another_part(d
     source = random_matrix(20, 208, torch.bfloat16)
     source[13, 200] = torch.inf
     task = quantize_task(source.to(device), block_size=(1, WHOLE), shape=(20, 64))
-    assert assert_same_as_reference([replace(task, format=ROWS, columns=(208, 0))]) == [0]
+    assert assert_same_as_reference([replace(task, format=PER_ROW, columns=(208, 0))]) == [0]
 
 
 def test_a_row_is_divided_by_its_scale_as_vllm_divides(device):
     """1.0625 times the scale is between two codes: multiplied by the reciprocal, some values go to the other one."""
     source = random_matrix(64, 4096, torch.bfloat16, seed=3)
-    codes, scale = quantize_matrix(source, ROWS)
+    codes, scale = quantize_matrix(source, PER_ROW)
     amax = source.float().abs().amax(dim=1, keepdim=True)
     assert torch.equal(scale, (amax / torch.tensor(448.0)).clamp_min(1 / (448 * 512)))
     expected = (source / scale).clamp(-448, 448).to(FP8_DTYPE)
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
-    task = quantize_task(source.to(device), block_size=(1, WHOLE), scale_format=ROWS.scale_format)
+    task = quantize_task(source.to(device), block_size=(1, WHOLE), scale_format=PER_ROW.scale_format)
     assert assert_same_as_reference([task]) == []
-    other, _ = quantize_matrix(source, replace(ROWS, scale_format=ScaleFormat.FP32))
+    other, _ = quantize_matrix(source, replace(PER_ROW, scale_format=ScaleFormat.FP32))
     assert not torch.equal(codes.view(torch.uint8), other.view(torch.uint8))
 
 

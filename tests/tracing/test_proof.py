@@ -11,7 +11,7 @@ from fp8refit.config import RefitConfig
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.kernels import quantize_matrix
 from fp8refit.kernels.reference import quantize_reference
-from fp8refit.live.formats import AmaxOver
+from fp8refit.live.formats import PER_ROW, AmaxOver
 from fp8refit.ranks.target import Target
 from fp8refit.sources.source import MappingSource
 from fp8refit.tracing import proof
@@ -29,7 +29,6 @@ from tests.tracing.tricks import (
     write_out,
     write_unseen,
 )
-from tests.tracing.twins import ROWS
 
 
 def model_with(load=plainly, *, num_layers=3, **more) -> Custom:
@@ -54,13 +53,13 @@ def unproved(make, names=None) -> list[str]:
 
 def test_scales_of_rows_may_cover_other_ranks_values_and_no_less_than_the_own():
     values = torch.randn(6, 64).to(torch.bfloat16)
-    codes, scales = quantize_matrix(values, ROWS)
-    assert proof._are_quantized(codes, scales, values, ROWS)
+    codes, scales = quantize_matrix(values, PER_ROW)
+    assert proof._are_quantized(codes, scales, values, PER_ROW)
     for factor, is_possible in ((1.5, True), (0.75, False)):
-        other, _, _ = quantize_reference(values, ROWS, given=scales * factor)
-        assert proof._are_quantized(other, scales * factor, values, ROWS) is is_possible
-        assert not proof._are_quantized(codes, scales * factor, values, ROWS)
-        assert not proof._are_quantized(other, scales * factor, values, replace(ROWS, amax_over=AmaxOver.OWN_SLICE))
+        other, _, _ = quantize_reference(values, PER_ROW, given=scales * factor)
+        assert proof._are_quantized(other, scales * factor, values, PER_ROW) is is_possible
+        assert not proof._are_quantized(codes, scales * factor, values, PER_ROW)
+        assert not proof._are_quantized(other, scales * factor, values, replace(PER_ROW, amax_over=AmaxOver.OWN_SLICE))
 
 
 def test_what_a_loader_copies_is_proved():

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.formats import PER_ROW, BlockFormat, ScaleFormat
 from fp8refit.live.slots import Stacked, TensorMeta
 from fp8refit.tracing.reading import read_inventory
 from fp8refit.tracing.reads import partly_read, refusals_of
 from fp8refit.tracing.twin import Naming, refreshes_of_constants, trace_as_named, trace_twin
 from tests.tracing.models import FP8, SPLITS, BlockLinear, check_ranks, checkpoint_of, model_of
-from tests.tracing.twins import KERNEL, ROWS, FakeKernelRules, copying, identity_twin, loading, naming_of, twin_of_rank
+from tests.tracing.twins import KERNEL, FakeKernelRules, copying, identity_twin, loading, naming_of, twin_of_rank
 
 BF16 = torch.bfloat16
 
@@ -661,7 +661,7 @@ def test_codes_with_one_scale_per_row_may_be_held_as_columns(rows):
 
     def layer(weight):
         made = nn.Module()
-        made.kernel = replace(KERNEL, format=ROWS)
+        made.kernel = replace(KERNEL, format=PER_ROW)
         for name, tensor in {"weight": weight, "weight_scale": torch.ones(rows, 1)}.items():
             setattr(made, name, nn.Parameter(tensor, requires_grad=False))
         return model_of(proj=made)
@@ -671,7 +671,7 @@ def test_codes_with_one_scale_per_row_may_be_held_as_columns(rows):
     inventory = read(layer(codes.t()), trace_twin(booted, naming, copying(booted)))
     assert inventory.refusals == ()
     (slot,) = inventory.slots
-    assert (slot.name, slot.format, tuple(slot.scale.shape)) == ("proj.weight", ROWS, (rows, 1))
+    assert (slot.name, slot.format, tuple(slot.scale.shape)) == ("proj.weight", PER_ROW, (rows, 1))
     assert tuple(slot.weight.shape) == slot.full_shape == (rows, 256)
     assert slot.weight.is_contiguous() and slot.weight.data_ptr() == codes.data_ptr()
 

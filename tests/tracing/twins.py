@@ -4,14 +4,12 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor, nn
 
-from fp8refit.live.formats import WHOLE, AmaxOver, BlockFormat, ScaleFormat
+from fp8refit.live.formats import BlockFormat
 from fp8refit.live.slots import TensorMeta
 from fp8refit.tracing.rules import Kernel
 from fp8refit.tracing.twin import Naming, Twin, trace_twin
 from tests.tracing.models import HEAD
 
-ROWS = BlockFormat(block_size=(1, WHOLE), scale_format=ScaleFormat.FP32_DIVIDING, amax_over=AmaxOver.WHOLE_BLOCK)
-"""One scale per row."""
 KERNEL = Kernel(name="Plain", format=BlockFormat(), remedy="Take another kernel")
 Load = Callable[[Iterable[tuple[str, Tensor]]], None]
 Changes = Mapping[str, Callable[[Tensor], Tensor]]

@@ -88,7 +88,7 @@ def rows_of(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def test_rows_are_quantized_as_vllm_does_per_channel(name, dtype):
     own = pytest.importorskip("vllm.model_executor.layers.quantization.online.fp8")
     if not hasattr(own, "_fp8_channel_scale"):
-        pytest.skip("before 0.31 an operation of the GPU quantizes")
+        pytest.skip("in this version an operation of the GPU quantizes")
     weight = WEIGHTS[name]().to(dtype)
     scale = own._fp8_channel_scale(weight.abs().amax(dim=-1, keepdim=True))
     assert bytes_of(own._fp8_quant_per_channel(weight, scale), scale) == bytes_of(*rows_of(weight))

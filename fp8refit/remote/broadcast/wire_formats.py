@@ -142,7 +142,8 @@ class _Chooser:
         block_format = self._format_of(name, meta, held) if fits else None
         if block_format is None:
             dtype = _narrower(meta.dtype, held, self._config)
-            if any(slot.format is not None and slot.format.amax_over.reaches_beyond for slot in held):
+            reaches_beyond = any(slot.format is not None and slot.format.amax_over.reaches_beyond for slot in held)
+            if cut is not None and cut.dim == 1 and reaches_beyond:
                 cut = None  # a rank needs more than what it holds
             return WireTensor(name=name, shape=meta.shape, dtype=dtype_name(dtype), row_step=_row_step(held), cut=cut)
         return WireTensor(

@@ -90,6 +90,14 @@ def test_ranks_that_hold_columns_get_whole_rows_unless_the_trainer_quantizes(wir
         assert num_bytes_to(sender, section) == pytest.approx(256 * (HIDDEN // 2 + 4), rel=0.01)
 
 
+@pytest.mark.parametrize("wire", ["fp8", "bf16"])
+def test_ranks_that_hold_whole_rows_get_those_alone(wire):
+    rows = {"block_size": (1, WHOLE), "amax_over": AmaxOver.WHOLE_BLOCK}
+    layouts = [layout([slot("w", (256, HIDDEN), rank, 2).model_copy(update=rows)]) for rank in range(2)]
+    wire_used, _ = send({"w": TensorMeta(shape=(256, HIDDEN), dtype=torch.bfloat16)}, layouts, wire=wire)
+    assert wire_used.tensors[0].cut is not None
+
+
 def experts(ids, rank=0, num_ranks=1, scale_format=ScaleFormat.FP32):
     """A rank that holds some experts, and the stack that they come in."""
     names = {f"{EXPERTS[each]}.{part}.weight": (each, row) for each in ids for part, row in (("w1", 0), ("w3", 256))}
