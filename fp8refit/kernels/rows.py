@@ -9,7 +9,7 @@ own, whose kernel is told so.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +22,12 @@ from fp8refit.live.slots import Op
 
 COPY_TILE = 2048
 """Elements that one program copies."""
-ROW_TILE = 8
-"""Rows that one program quantizes if each has one scale."""
+_LONGEST_HELD = 1 << 14
+"""Columns of the longest row that a program loads whole; it reads longer ones twice."""
+_LEAST_TILE = 1 << 11
+"""Elements that a program loads at least, of several rows if these are short."""
+_LONG_TILE, _TURNED_TILE = (1, 1 << 13), (16, 1 << 8)
+"""Rows and columns that a program loads at once of longer rows, and of rows that lie as columns in memory."""
 _MERGE_BLOCK = 128, 128
 """The only block size of tasks with products: a program computes the product for one block."""
 
@@ -67,13 +71,17 @@ class Kind(NamedTuple):
     is_aligned: bool
     product: ProductKind | None = None
     """The kind of product that is added to the source first."""
+    row_tile: tuple[int, int] = (0, 0)
+    """Rows and columns that a program loads at once, if it quantizes rows with one scale each."""
+    are_rows_held: bool = False
+    """Whether those are whole rows."""
 
     @property
     def tile(self) -> tuple[int, int]:
         """Rows and columns of one tile."""
         if self.op is not Op.QUANTIZE or self.format is None:
             return 1, COPY_TILE
-        return (ROW_TILE, WHOLE) if self.quantizes_rows else self.format.block_size
+        return (self.row_tile[0], WHOLE) if self.quantizes_rows else self.format.block_size
 
     @property
     def quantizes_rows(self) -> bool:
@@ -231,6 +239,7 @@ def _rows_of(index: int, task: Task) -> list[tuple[Kind, Row, int]]:
             and _is_aligned(source_at, num_rows, num_cols, *strides)
             and _is_aligned(target_at, *target.shape, *target_strides),
             product=_product_kind(task),
+            **_row_tile(num_cols, strides) if is_quantize and task.format is not None and task.format.has_rows else {},
         )
         row = Row(
             source=source_at,
@@ -250,6 +259,16 @@ def _rows_of(index: int, task: Task) -> list[tuple[Kind, Row, int]]:
         )
         rows.append((kind, row, source_at - task.source.data_ptr()))
     return rows
+
+
+def _row_tile(cols: int, strides: Sequence[int]) -> dict[str, Any]:
+    """How a program loads rows of `cols` columns: fields of `Kind`."""
+    if strides[1] != 1 and strides[0] == 1:
+        return {"row_tile": _TURNED_TILE, "are_rows_held": cols <= _TURNED_TILE[1]}
+    if cols > _LONGEST_HELD:
+        return {"row_tile": _LONG_TILE}
+    width = max(16, 1 << (cols - 1).bit_length())
+    return {"row_tile": (max(1, _LEAST_TILE // width), width), "are_rows_held": True}
 
 
 def _product_kind(task: Task) -> ProductKind | None:

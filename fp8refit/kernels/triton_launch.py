@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8refit.kernels.rows import COPY_TILE, NUM_FIELDS, ROW_TILE, Kind
+from fp8refit.kernels.rows import COPY_TILE, NUM_FIELDS, Kind
 from fp8refit.kernels.triton_products import TRITON_DTYPES, constants_of, product_of_block
 from fp8refit.kernels.work import Action
 from fp8refit.live.formats import AmaxOver, BlockFormat, Codes, ScaleFormat
@@ -23,8 +23,8 @@ _BLOCKS_PER_PROGRAM = {2: 2}
 _MERGE_WARPS = 8
 _BLOCKS_PER_MERGE = 2
 """Blocks per program if it adds a product first."""
-_ROW_TILE_COLUMNS = 512
-"""Columns that a program loads at once if each row has one scale."""
+_ELEMENTS_PER_ROW_WARP = 1 << 10
+_MOST_ROW_WARPS = 16
 _COPY_WARPS = 4
 _TRITON_DTYPES = TRITON_DTYPES | {
     torch.float64: tl.float64,
@@ -95,13 +95,18 @@ def launch_of(kind: Kind, device: torch.device, *, check: bool, action: Action) 
     saturates = isinstance(_quantize_tiles, triton.JITFunction)
     if kind.quantizes_rows:
         assert kind.format is not None, f"{kind=}"
+        tile_n, tile_k = kind.row_tile
         others = {
-            "TILE_N": ROW_TILE,
-            "TILE_K": _ROW_TILE_COLUMNS,
+            "TILE_N": tile_n,
+            "TILE_K": tile_k,
             "ROUND_TO_BF16": kind.round_to_bf16,
             "SATURATES": saturates,
+            "ARE_HELD": kind.are_rows_held,
         }
-        return Launch(_quantize_rows, common | others | _arithmetic(kind.format), num_warps=_QUANTIZE_WARPS)
+        num_warps = min(max(tile_n * tile_k // _ELEMENTS_PER_ROW_WARP, _QUANTIZE_WARPS), _MOST_ROW_WARPS)
+        if not kind.are_rows_held and tile_n == 1:
+            num_warps = _MOST_ROW_WARPS  # few programs at once, whose rows stay in the cache
+        return Launch(_quantize_rows, common | others | _arithmetic(kind.format), num_warps=num_warps)
     if kind.op is Op.QUANTIZE:
         assert kind.format is not None, f"{kind=}"
         block_n, block_k = kind.format.block_size
@@ -195,6 +200,19 @@ def _code_of(x, s, DIVIDES: tl.constexpr, SATURATES: tl.constexpr):
     return code.to(tl.float8e4nv)
 
 
+@triton.jit
+def _put_codes(code, target_at, mask, WRITE: tl.constexpr, COMPARE: tl.constexpr):
+    """Store codes, or count those that are not there."""
+    num_other = 0
+    if WRITE:
+        tl.store(target_at, code, mask=mask)
+    if COMPARE:
+        held = tl.load(target_at.to(tl.pointer_type(tl.int8), bitcast=True), mask=mask, other=0)
+        is_other = (code.to(tl.int8, bitcast=True) != held) & mask
+        num_other = tl.sum(tl.sum(is_other.to(tl.int32), axis=1), axis=0)
+    return num_other
+
+
 @triton.jit(do_not_specialize=["shift", "first_tile", "num_tiles"])
 def _quantize_tiles(
     matrix, tile_rows, status, differs, products, shift: tl.int64, first_tile, num_tiles, NUM_BLOCKS: tl.constexpr,
@@ -281,13 +299,10 @@ def _quantize_tile(
         target_at = target + first_n.to(tl.int64) * target_row + first_k
         target_at += n[:, None] * target_row + k[None, :]
         scale_at = scale + block_n * scale_row + block_k
+        num_other = _put_codes(code, target_at, mask, WRITE, COMPARE)
         if WRITE:
-            tl.store(target_at, code, mask=mask)
             tl.store(scale_at, s)
         if COMPARE:
-            held = tl.load(target_at.to(tl.pointer_type(tl.int8), bitcast=True), mask=mask, other=0)
-            is_other = (code.to(tl.int8, bitcast=True) != held) & mask
-            num_other = tl.sum(tl.sum(is_other.to(tl.int32), axis=1), axis=0)
             num_other += (tl.load(scale_at).to(tl.int32, bitcast=True) != s.to(tl.int32, bitcast=True)).to(tl.int32)
             tl.store(differs + tl.load(row + 11), 1, mask=num_other > 0)
 
@@ -295,9 +310,8 @@ def _quantize_tile(
 @triton.jit
 def _bits_to_compare(x):
     """Bits of |x| that sort like the magnitudes, in as many bits as `x` has."""
-    if x.dtype.primitive_bitwidth == 16:
-        return x.to(tl.int16, bitcast=True) & 0x7FFF
-    return _magnitude_bits(x)
+    is_short: tl.constexpr = x.dtype.primitive_bitwidth == 16
+    return (x.to(tl.int16, bitcast=True) & 0x7FFF) if is_short else _magnitude_bits(x)
 
 
 @triton.jit(do_not_specialize=["shift", "first_tile", "num_tiles"])
@@ -306,9 +320,9 @@ def _quantize_rows(
     SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
     IS_UE8M0: tl.constexpr, IS_RECIPROCAL: tl.constexpr, AMAX_FLOOR: tl.constexpr, DIVIDES: tl.constexpr,
     ROUND_TO_BF16: tl.constexpr, SATURATES: tl.constexpr, IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr,
-    WRITE: tl.constexpr, COMPARE: tl.constexpr,
+    WRITE: tl.constexpr, COMPARE: tl.constexpr, ARE_HELD: tl.constexpr,
 ):  # fmt: skip
-    """One program quantizes `TILE_N` rows, each with one scale: it reads them for their maxima, and again from the cache."""
+    """One program quantizes `TILE_N` rows, each with one scale. Rows that are not held are read again, from the cache."""
     tile = first_tile + tl.program_id(0)
     row = matrix + tl.load(tile_rows + tile).to(tl.int64) * NUM_FIELDS
     source = (tl.load(row + 0) + shift).to(tl.pointer_type(SOURCE))
@@ -341,11 +355,12 @@ def _quantize_rows(
     if ROUND_TO_BF16:
         x = x.to(tl.bfloat16)
     largest = _bits_to_compare(x)
-    for first_k in range(TILE_K, num_cols, TILE_K):
-        x = tl.load(source_at + first_k * source_col, mask=is_row & (first_k + k < num_cols)[None, :], other=0.0)
-        if ROUND_TO_BF16:
-            x = x.to(tl.bfloat16)
-        largest = tl.maximum(largest, _bits_to_compare(x))
+    if not ARE_HELD:
+        for first_k in range(TILE_K, num_cols, TILE_K):
+            y = tl.load(source_at + first_k * source_col, mask=is_row & (first_k + k < num_cols)[None, :], other=0.0)
+            if ROUND_TO_BF16:
+                y = y.to(tl.bfloat16)
+            largest = tl.maximum(largest, _bits_to_compare(y))
     most = tl.max(largest, axis=1)
     is_short: tl.constexpr = x.dtype.primitive_bitwidth == 16
     amax_bits = _magnitude_bits(most.to(tl.int16).to(x.dtype, bitcast=True)) if is_short else most
@@ -362,18 +377,18 @@ def _quantize_rows(
             is_other = (held != s.to(tl.int32, bitcast=True)) & (first_n + n < num_rows)
             num_other += tl.sum(is_other.to(tl.int32), axis=0)
         target_at = target + first_n.to(tl.int64) * target_row + n[:, None] * target_row + k[None, :]
-        for first_k in range(0, target_cols, TILE_K):
-            mask = is_row & (first_k + k < target_cols)[None, :]
-            x = tl.load(source_at + (first_col + first_k) * source_col, mask=mask, other=0.0)
-            if ROUND_TO_BF16:
-                x = x.to(tl.bfloat16)
+        if ARE_HELD:
             code = _code_of(x.to(tl.float32), s[:, None], DIVIDES, SATURATES)
-            if WRITE:
-                tl.store(target_at + first_k, code, mask=mask)
-            if COMPARE:
-                other = tl.load((target_at + first_k).to(tl.pointer_type(tl.int8), bitcast=True), mask=mask, other=0)
-                is_other = (code.to(tl.int8, bitcast=True) != other) & mask
-                num_other += tl.sum(tl.sum(is_other.to(tl.int32), axis=1), axis=0)
+            mask = is_row & ((k >= first_col) & (k < first_col + target_cols))[None, :]
+            num_other += _put_codes(code, target_at - first_col, mask, WRITE, COMPARE)
+        else:
+            for first_k in range(0, target_cols, TILE_K):
+                mask = is_row & (first_k + k < target_cols)[None, :]
+                y = tl.load(source_at + (first_col + first_k) * source_col, mask=mask, other=0.0)
+                if ROUND_TO_BF16:
+                    y = y.to(tl.bfloat16)
+                code = _code_of(y.to(tl.float32), s[:, None], DIVIDES, SATURATES)
+                num_other += _put_codes(code, target_at + first_k, mask, WRITE, COMPARE)
         if COMPARE:
             tl.store(differs + tl.load(row + 11), 1, mask=num_other > 0)
 

@@ -23,7 +23,7 @@ from fp8refit.kernels.triton_groups import quantize_groups
 from fp8refit.kernels.triton_merge import add_product_triton, add_products_triton
 from fp8refit.kernels.triton_table import TritonTable
 from fp8refit.kernels.work import Action, Task
-from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.formats import PER_ROW, BlockFormat, ScaleFormat
 from fp8refit.live.slots import Op
 
 
@@ -69,6 +69,9 @@ def main() -> None:
         quantize_groups(weight, ScaleFormat.UE8M0, is_transposed=True)
         raise_maxima_triton(torch.zeros(3, dtype=torch.int32), 0, [weight, None, weight])
         launch_all([task(Op.QUANTIZE, weight), task(Op.COPY, weight)])
+        for columns in (100, 4096, 12288, 20000):
+            launch_all([rows_task(torch.zeros(4, columns, dtype=dtype))])
+        launch_all([rows_task(torch.zeros(4096, 4, dtype=dtype).t())])
         launch_all([replace(task(Op.QUANTIZE, weight), product=LowRank(up, down, 0.5))])
     in_steps = LowRank(torch.zeros(256, 100).bfloat16(), torch.zeros(100, 384).bfloat16(), 0.5)
     launch_all([replace(task(Op.QUANTIZE, torch.zeros(256, 384).bfloat16()), product=in_steps)])
@@ -97,6 +100,13 @@ def task(op: Op, source: torch.Tensor) -> Task:
     scale = torch.empty(2, 3) if op is Op.QUANTIZE else None
     target = torch.empty(source.shape).to(dtype)
     return Task(op=op, source=source, offset=(0, 0), target=target, scale=scale, format=BlockFormat())
+
+
+def rows_task(source: torch.Tensor) -> Task:
+    """One scale per row."""
+    target = torch.empty(source.shape).to(torch.float8_e4m3fn)
+    scale = torch.empty(len(source), 1)
+    return Task(op=Op.QUANTIZE, source=source, offset=(0, 0), target=target, scale=scale, format=PER_ROW)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-KERNELS = {"_add_product", "_add_products", "_quantize_tile", "_raise_maxima", "_quantize_tiles", "_copy_tiles"}
-BY_TABLE = {"_quantize_tiles", "_copy_tiles"}
+BY_TABLE = {"_quantize_tiles", "_quantize_rows", "_copy_tiles"}
+KERNELS = BY_TABLE | {"_add_product", "_add_products", "_quantize_tile", "_raise_maxima"}
 SHAPES = ((256, 128), (256, 8), (8, 128))
 MOST_SHARED_BYTES = 99 << 10
 """Of a program on the GPUs with the least of it that multiply FP8 (Ada)."""

@@ -93,6 +93,21 @@ def test_kernel_reads_any_strides(layout, dtype, device):
 
 
 @pytest.mark.parametrize("action", [Action.WRITE, Action.COMPARE])
+@pytest.mark.parametrize("dtype", SOURCE_DTYPES)
+@pytest.mark.parametrize("shape", [(3, 2047), (5, 2048), (2, 2049), (2, 20000), (33, 300)], ids=str)
+def test_rows_are_held_whole_or_read_twice(shape, dtype, action, device):
+    """Long ones are read twice, and so are those that lie as columns in memory."""
+    rows, cols = shape
+    dense = random_matrix(rows, cols, dtype)
+    dense[:, -1] = 200  # in the last tile
+    sources = [dense.to(device), dense.t().contiguous().to(device).t()]
+    tasks = [quantize_task(source, block_size=(1, WHOLE), scale_format=PER_ROW.scale_format) for source in sources]
+    half = quantize_task(sources[0], block_size=(1, WHOLE), shape=(rows, cols // 2))
+    tasks.append(replace(half, format=PER_ROW, columns=(cols, cols - cols // 2)))
+    assert assert_same_as_reference(tasks, action=action) == []
+
+
+@pytest.mark.parametrize("action", [Action.WRITE, Action.COMPARE])
 @pytest.mark.parametrize("columns", [(0, 208), (0, 96), (96, 112), (3, 50), (207, 1)], ids=str)
 @pytest.mark.parametrize("dtype", SOURCE_DTYPES)
 def test_a_scale_of_a_whole_row_is_the_same_for_whoever_holds_a_part(dtype, columns, action, device):

@@ -283,14 +283,14 @@ FAULTS = [
         at="fp8refit/kernels/triton_launch.py::_quantize_rows",
         before="source_at + (first_col + first_k) * source_col",
         after="source_at + first_k * source_col",
-        found_by="tests/kernels/test_quantize.py -k whoever_holds_a_part",
+        found_by="tests/kernels/test_quantize.py -k read_twice",
     ),
     Fault(
         name="a row is read for its maximum up to its first tile",
         at="fp8refit/kernels/triton_launch.py::_quantize_rows",
         before="range(TILE_K, num_cols, TILE_K)",
         after="range(TILE_K, TILE_K, TILE_K)",
-        found_by="tests/kernels/test_quantize.py -k test_kernel_equals_reference",
+        found_by="tests/kernels/test_quantize.py -k read_twice",
     ),
     Fault(
         name="codes with one scale per row are taken for rows where a kernel holds columns",
