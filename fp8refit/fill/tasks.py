@@ -35,13 +35,15 @@ def bind(step: Step, slot: Slot, source: Tensor, config: RefitConfig, product: L
         round_to_bf16=config.fp32_sources == "round_to_bf16" and not slot.is_optional,
         select=step.select,
         is_transposed=step.is_transposed,
-        columns=None if step.shape == slot.weight.shape or step.op is not Op.QUANTIZE else _columns(step, slot),
+        columns=_columns(step, slot),
         product=product,
     )
 
 
-def _columns(step: Step, slot: Slot) -> tuple[int, int]:
-    """See `Task.columns`: the step reads whole rows of blocks, of which the slot holds a part."""
+def _columns(step: Step, slot: Slot) -> tuple[int, int] | None:
+    """See `Task.columns`: a step that quantizes may read whole blocks of which the slot holds a part."""
+    if step.op is not Op.QUANTIZE or step.shape == slot.weight.shape:
+        return None
     return step.shape[-1], slot.origin[-1] - step.offset[-1]
 
 

@@ -9,7 +9,7 @@ own, whose kernel is told so.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +26,8 @@ _LONGEST_HELD = 1 << 14
 """Columns of the longest row that a program loads whole; it reads longer ones twice."""
 _LEAST_TILE = 1 << 11
 """Elements that a program loads at least, of several rows if these are short."""
-_LONG_TILE, _TURNED_TILE = (1, 1 << 13), (16, 1 << 8)
-"""Rows and columns that a program loads at once of longer rows, and of rows that lie as columns in memory."""
+_TURNED_TILE = 16, 1 << 8
+"""Rows and columns that a program loads at once of rows that lie as columns in memory."""
 _MERGE_BLOCK = 128, 128
 """The only block size of tasks with products: a program computes the product for one block."""
 
@@ -59,6 +59,15 @@ SOURCE, ROWS, FIRST_TILE, TILES_PER_ROW, TASK = map(
 )
 
 
+class RowTile(NamedTuple):
+    """What a program loads at once, if it quantizes rows with one scale each."""
+
+    rows: int
+    cols: int
+    has_whole_rows: bool
+    """Whether it loads them once; otherwise tile by tile, for the maxima and again for the codes."""
+
+
 class Kind(NamedTuple):
     """What all rows of one launch have in common: the constants its kernel is compiled for."""
 
@@ -71,22 +80,15 @@ class Kind(NamedTuple):
     is_aligned: bool
     product: ProductKind | None = None
     """The kind of product that is added to the source first."""
-    row_tile: tuple[int, int] = (0, 0)
-    """Rows and columns that a program loads at once, if it quantizes rows with one scale each."""
-    are_rows_held: bool = False
-    """Whether those are whole rows."""
+    row_tile: RowTile | None = None
+    """Set if it quantizes rows with one scale each."""
 
     @property
     def tile(self) -> tuple[int, int]:
         """Rows and columns of one tile."""
         if self.op is not Op.QUANTIZE or self.format is None:
             return 1, COPY_TILE
-        return (self.row_tile[0], WHOLE) if self.quantizes_rows else self.format.block_size
-
-    @property
-    def quantizes_rows(self) -> bool:
-        """Whether it quantizes, with one scale per row."""
-        return self.op is Op.QUANTIZE and self.format is not None and self.format.block_size == (1, WHOLE)
+        return (self.row_tile.rows, WHOLE) if self.row_tile is not None else self.format.block_size
 
 
 @dataclass(kw_only=True, slots=True)
@@ -214,11 +216,11 @@ def _rows_of(index: int, task: Task) -> list[tuple[Kind, Row, int]]:
             assert tensor.shape[-1] <= 1, f"{task.op=} {tensor.shape=} {tensor.stride()=}"
     if is_empty(task):
         return []
-    box = task.box(task.source)
+    box, has_rows = task.box(task.source), False
     if task.op is Op.QUANTIZE:
         assert task.scale is not None and task.format is not None and box.ndim == 2, f"{task=}"
-        is_block = WHOLE not in task.format.block_size and task.columns is None
-        has_kernel = is_block or task.format.has_rows
+        has_rows = task.format.has_rows
+        has_kernel = has_rows or (WHOLE not in task.format.block_size and task.columns is None)
         assert has_kernel, f"{task.format}: no kernel takes one maximum of so many values"
         pieces = [(box, task.target)]
     else:
@@ -239,7 +241,7 @@ def _rows_of(index: int, task: Task) -> list[tuple[Kind, Row, int]]:
             and _is_aligned(source_at, num_rows, num_cols, *strides)
             and _is_aligned(target_at, *target.shape, *target_strides),
             product=_product_kind(task),
-            **_row_tile(num_cols, strides) if is_quantize and task.format is not None and task.format.has_rows else {},
+            row_tile=_row_tile(num_cols, strides) if has_rows else None,
         )
         row = Row(
             source=source_at,
@@ -261,14 +263,14 @@ def _rows_of(index: int, task: Task) -> list[tuple[Kind, Row, int]]:
     return rows
 
 
-def _row_tile(cols: int, strides: Sequence[int]) -> dict[str, Any]:
-    """How a program loads rows of `cols` columns: fields of `Kind`."""
+def _row_tile(cols: int, strides: Sequence[int]) -> RowTile:
+    """How a program loads rows of `cols` columns."""
     if strides[1] != 1 and strides[0] == 1:
-        return {"row_tile": _TURNED_TILE, "are_rows_held": cols <= _TURNED_TILE[1]}
-    if cols > _LONGEST_HELD:
-        return {"row_tile": _LONG_TILE}
-    width = max(16, 1 << (cols - 1).bit_length())
-    return {"row_tile": (max(1, _LEAST_TILE // width), width), "are_rows_held": True}
+        rows, width = _TURNED_TILE
+    else:
+        width = min(max(16, 1 << (cols - 1).bit_length()), _LONGEST_HELD)
+        rows = max(1, _LEAST_TILE // width)
+    return RowTile(rows=rows, cols=width, has_whole_rows=cols <= width)
 
 
 def _product_kind(task: Task) -> ProductKind | None:

@@ -24,7 +24,6 @@ _MERGE_WARPS = 8
 _BLOCKS_PER_MERGE = 2
 """Blocks per program if it adds a product first."""
 _ELEMENTS_PER_ROW_WARP = 1 << 10
-_MOST_ROW_WARPS = 16
 _COPY_WARPS = 4
 _TRITON_DTYPES = TRITON_DTYPES | {
     torch.float64: tl.float64,
@@ -93,19 +92,17 @@ def launch_of(kind: Kind, device: torch.device, *, check: bool, action: Action) 
         "COMPARE": action is Action.COMPARE,
     }
     saturates = isinstance(_quantize_tiles, triton.JITFunction)
-    if kind.quantizes_rows:
+    if kind.row_tile is not None:
         assert kind.format is not None, f"{kind=}"
-        tile_n, tile_k = kind.row_tile
+        tile = kind.row_tile
         others = {
-            "TILE_N": tile_n,
-            "TILE_K": tile_k,
+            "TILE_N": tile.rows,
+            "TILE_K": tile.cols,
             "ROUND_TO_BF16": kind.round_to_bf16,
             "SATURATES": saturates,
-            "ARE_HELD": kind.are_rows_held,
+            "ARE_HELD": tile.has_whole_rows,
         }
-        num_warps = min(max(tile_n * tile_k // _ELEMENTS_PER_ROW_WARP, _QUANTIZE_WARPS), _MOST_ROW_WARPS)
-        if not kind.are_rows_held and tile_n == 1:
-            num_warps = _MOST_ROW_WARPS  # few programs at once, whose rows stay in the cache
+        num_warps = max(tile.rows * tile.cols // _ELEMENTS_PER_ROW_WARP, _QUANTIZE_WARPS)
         return Launch(_quantize_rows, common | others | _arithmetic(kind.format), num_warps=num_warps)
     if kind.op is Op.QUANTIZE:
         assert kind.format is not None, f"{kind=}"

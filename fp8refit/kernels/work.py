@@ -66,7 +66,7 @@ class Task:
             source = source[index]
         if self.is_transposed:
             source = source.mT
-        shape = self.target.shape if self.columns is None else self.shape
+        shape = self.shape
         if source.shape == shape:
             return source
         for dim, (start, length) in enumerate(zip(self.offset, shape, strict=True)):
