@@ -38,10 +38,10 @@ def why_not_read(layer: Any) -> Why:
 def block_format(layer: Any) -> BlockFormat:
     """The format of a layer whose kernel reads rows, with the block size of the weight after loading.
 
-    SGLang marks scales that it rounds to powers of two; those are refused. So are scales of rows that it
-    computed itself (`w8a8_fp8`): they lie as (1, N).
+    SGLang marks scales that it rounds to powers of two; those are refused. So are scales of rows that it computed itself
+    (`w8a8_fp8`): they lie as (1, N).
     """
-    method = layer.quant_method
+    method = getattr(layer, "quant_method", None)
     holders = layer, getattr(layer, "scheme", None), method, getattr(method, "quant_config", None)
     sizes = (getattr(each, "weight_block_size", None) for each in holders)
     size = next((size for size in sizes if size is not None), None)

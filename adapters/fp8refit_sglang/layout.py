@@ -6,7 +6,7 @@ that a replaced one is noticed.
 """
 
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,13 +61,11 @@ class SglangRules:
         """The function that SGLang selected for a linear layer, or its expert runner."""
         if is_experts(module):
             return kernel_of_experts(module)
-        name = _product_of(module)
-        held = block_format(module) if name in ROW_MAJOR_KERNELS | _METHODS_OF_ROWS else None
-        if held is not None and (
-            held.has_rows is not (name in _METHODS_OF_ROWS) or (held.has_rows and not _are_columns(module))
-        ):
-            held = None
-        return Kernel(name=name, format=held, remedy=_ANOTHER_KERNEL)
+        name, held = _product_of(module), block_format(module)
+        # Codes that AITER shuffled are not columns in the memory of rows, and keep their shape.
+        are_rows = name in _METHODS_OF_ROWS and cast(Tensor, module.weight).mT.is_contiguous()
+        is_read = are_rows if held.has_rows else name in ROW_MAJOR_KERNELS
+        return Kernel(name=name, format=held if is_read else None, remedy=_ANOTHER_KERNEL)
 
     def swaps_halves(self, module: nn.Module) -> bool:
         """Never true of the kernels that read weights in checkpoint layout."""
@@ -80,7 +78,7 @@ class SglangRules:
         return (*ABSORBED, ROUTER_COPY, "dispatcher", *(_KV_SCALES if hasattr(module, "k_scale_float") else ()))
 
     def dequantize(self, layer: Any, dtype: torch.dtype) -> Tensor:
-        """By its block scales, if it has any."""
+        """By its scales of blocks or rows, if it has any."""
         own = dict(own_tensors(layer))
         weight, scale = own["weight"], own.get("weight_scale_inv")
         if scale is None:
@@ -90,12 +88,6 @@ class SglangRules:
     def refreshes(self, model: nn.Module) -> Iterable[Refresh]:
         """Routers in float32."""
         return refreshes_of_routers(model)
-
-
-def _are_columns(module: Any) -> bool:
-    """Whether codes lie as columns in the memory of rows. Those that AITER shuffled do not, and keep their shape."""
-    weight: Tensor = module.weight
-    return weight.mT.is_contiguous()
 
 
 def scale_of(module: nn.Module) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fp8refit.live.copies import is_uniform, values_of
-from fp8refit.live.formats import WHOLE, AmaxOver, BlockFormat, Container
+from fp8refit.live.formats import PER_ROW, BlockFormat, Container
 from fp8refit.live.names import without_numbers
 from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Refresh, Refusal, Stacked, TensorMeta
 from fp8refit.tracing.records import Copy, Objection, Traced
@@ -195,18 +195,18 @@ def format_stored(quantization: Any, model: nn.Module) -> dict[str, Any]:
     """How an engine's checkpoints hold block scales: options of `trace_twin`, from its quantization config and the layers of
     its twin. Empty if they hold none.
     """
-    coded = (each for each in model.modules() if FP8_DTYPE in {own.dtype for own in each.parameters(recurse=False)})
-    layers = list(coded)
-    sizes = (getattr(each, "weight_block_size", None) for each in (quantization, *layers))
+    coded = [each for each in model.modules() if FP8_DTYPE in {own.dtype for own in each.parameters(recurse=False)}]
+    sizes = (getattr(each, "weight_block_size", None) for each in (quantization, *coded))
     size = next((each for each in sizes if each is not None), None)
-    if size is None:
-        if not any(own_name(each, key).endswith(SCALE_SUFFIX) for each in layers for key in each._parameters):
-            return {}
-        size = (1, WHOLE)
+    if size is not None:
+        stored = BlockFormat(block_size=(int(size[0]), int(size[1])))
+    elif any(own_name(each, key).endswith(SCALE_SUFFIX) for each in coded for key in each._parameters):
+        stored = PER_ROW
+    else:
+        return {}
     name = quantization.get_name().replace("_", "-")
     container = Container(name) if name in list(Container) else Container.FP8
-    amax_over = AmaxOver.WHOLE_BLOCK if size[1] == WHOLE else AmaxOver.OWN_SLICE
-    return {"stored": BlockFormat(block_size=(int(size[0]), int(size[1])), amax_over=amax_over), "container": container}
+    return {"stored": stored, "container": container}
 
 
 def _packed(model: nn.Module, firsts: Mapping[str, str]) -> Iterator[Objection]:
