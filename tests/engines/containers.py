@@ -13,36 +13,32 @@ from tests.engines.subject import make_policy
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 IGNORED = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(2))]
+
+
+def compressed(weights: dict[str, Any], activations: dict[str, Any]) -> dict[str, Any]:
+    """What a compressed-tensors checkpoint says."""
+    group = {
+        "targets": ["Linear"],
+        "weights": FP8 | weights | {"dynamic": False},
+        "input_activations": FP8 | activations | {"dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": IGNORED,
+        "config_groups": {"group_0": group},
+    }
+
+
 CONFIGS = {
-    "compressed-tensors": {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "ignore": IGNORED,
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": FP8 | {"strategy": "block", "block_structure": [128, 128], "dynamic": False},
-                "input_activations": FP8 | {"strategy": "group", "group_size": 128, "dynamic": True},
-            }
-        },
-    },
-    "compressed-tensors, per channel": {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "ignore": IGNORED,
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": FP8 | {"strategy": "channel", "dynamic": False},
-                "input_activations": FP8 | {"strategy": "token", "dynamic": True},
-            }
-        },
-    },
+    "compressed-tensors": compressed(
+        {"strategy": "block", "block_structure": [128, 128]}, {"strategy": "group", "group_size": 128}
+    ),
+    "compressed-tensors, per channel": compressed({"strategy": "channel"}, {"strategy": "token"}),
     "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "ignore": ["lm_head"]},
 }
-"""What published checkpoints say that hold block FP8, by container."""
+"""What published checkpoints say that hold FP8, by container."""
 
 
 def try_container(
