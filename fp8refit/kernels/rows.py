@@ -22,10 +22,10 @@ from fp8refit.live.slots import Op
 
 COPY_TILE = 2048
 """Elements that one program copies."""
-_LONGEST_HELD = 1 << 14
-"""Columns of the longest row that a program loads whole; it reads longer ones twice."""
-_LEAST_TILE = 1 << 11
-"""Elements that a program loads at least, of several rows if these are short."""
+_ROW_TILE = 1 << 12
+"""Elements that a program loads at once: of several rows if they are short, or a part of one."""
+_MOST_PARTS = 8
+"""Parts of the longest row that a program holds; it reads longer ones twice."""
 _TURNED_TILE = 16, 1 << 8
 """Rows and columns that a program loads at once of rows that lie as columns in memory."""
 _MERGE_BLOCK = 128, 128
@@ -64,8 +64,8 @@ class RowTile(NamedTuple):
 
     rows: int
     cols: int
-    has_whole_rows: bool
-    """Whether it loads them once; otherwise tile by tile, for the maxima and again for the codes."""
+    parts: int
+    """In how many parts of `cols` columns it holds whole rows. 0 if it reads them twice: for the maxima, and for the codes."""
 
 
 class Kind(NamedTuple):
@@ -268,9 +268,10 @@ def _row_tile(cols: int, strides: Sequence[int]) -> RowTile:
     if strides[1] != 1 and strides[0] == 1:
         rows, width = _TURNED_TILE
     else:
-        width = min(max(16, 1 << (cols - 1).bit_length()), _LONGEST_HELD)
-        rows = max(1, _LEAST_TILE // width)
-    return RowTile(rows=rows, cols=width, has_whole_rows=cols <= width)
+        width = min(max(16, 1 << (cols - 1).bit_length()), _ROW_TILE)
+        rows = _ROW_TILE // width
+    parts = -(-cols // width)
+    return RowTile(rows=rows, cols=width, parts=parts if parts <= _MOST_PARTS else 0)
 
 
 def _product_kind(task: Task) -> ProductKind | None:

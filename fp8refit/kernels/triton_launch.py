@@ -100,7 +100,7 @@ def launch_of(kind: Kind, device: torch.device, *, check: bool, action: Action) 
             "TILE_K": tile.cols,
             "ROUND_TO_BF16": kind.round_to_bf16,
             "SATURATES": saturates,
-            "ARE_HELD": tile.has_whole_rows,
+            "NUM_PARTS": tile.parts,
         }
         num_warps = max(tile.rows * tile.cols // _ELEMENTS_PER_ROW_WARP, _QUANTIZE_WARPS)
         return Launch(_quantize_rows, common | others | _arithmetic(kind.format), num_warps=num_warps)
@@ -191,7 +191,13 @@ def _scale_of(amax_bits, IS_UE8M0: tl.constexpr, IS_RECIPROCAL: tl.constexpr, AM
 @triton.jit
 def _code_of(x, s, DIVIDES: tl.constexpr, SATURATES: tl.constexpr):
     """The codes of float32 values whose scale is `s`, or whose scales have the shape of `s`."""
-    code = tl.div_rn(x, s) if DIVIDES else x * tl.div_rn(1.0, s)
+    inverse = tl.div_rn(1.0, s)
+    code = x * inverse
+    if (
+        DIVIDES
+    ):  # Newton's step: as `div_rn(x, s)` rounds (seen for all mantissas of `s` and quotients near a tie), but faster
+        rest = tl.fma(-code, tl.broadcast_to(s, code.shape), x)
+        code = tl.where(code == 0, code, tl.fma(rest, tl.broadcast_to(inverse, code.shape), code))
     if not SATURATES:  # a GPU's cast does: cvt.rn.satfinite.e4m3x2
         code = tl.minimum(tl.maximum(code, -448.0), 448.0)
     return code.to(tl.float8e4nv)
@@ -311,15 +317,21 @@ def _bits_to_compare(x):
     return (x.to(tl.int16, bitcast=True) & 0x7FFF) if is_short else _magnitude_bits(x)
 
 
+@triton.jit
+def _part_of_rows(source_at, first_k, source_col, is_row, k, end, VALUES: tl.constexpr):
+    """The values of some rows from column `first_k` on, and zeros from column `end` on."""
+    return tl.load(source_at + first_k * source_col, mask=is_row & (first_k + k < end)[None, :], other=0.0).to(VALUES)
+
+
 @triton.jit(do_not_specialize=["shift", "first_tile", "num_tiles"])
 def _quantize_rows(
     matrix, tile_rows, status, differs, products, shift: tl.int64, first_tile, num_tiles,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
     IS_UE8M0: tl.constexpr, IS_RECIPROCAL: tl.constexpr, AMAX_FLOOR: tl.constexpr, DIVIDES: tl.constexpr,
     ROUND_TO_BF16: tl.constexpr, SATURATES: tl.constexpr, IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr,
-    WRITE: tl.constexpr, COMPARE: tl.constexpr, ARE_HELD: tl.constexpr,
+    WRITE: tl.constexpr, COMPARE: tl.constexpr, NUM_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program quantizes `TILE_N` rows, each with one scale. Rows that are not held are read again, from the cache."""
+    """One program quantizes `TILE_N` rows, each with one scale. It holds them in `NUM_PARTS`, or reads them twice."""
     tile = first_tile + tl.program_id(0)
     row = matrix + tl.load(tile_rows + tile).to(tl.int64) * NUM_FIELDS
     source = (tl.load(row + 0) + shift).to(tl.pointer_type(SOURCE))
@@ -348,19 +360,21 @@ def _quantize_rows(
     k = tl.arange(0, TILE_K)
     is_row = (first_n + n < num_rows)[:, None]
     source_at = source + first_n.to(tl.int64) * source_row + n[:, None] * source_row + k[None, :] * source_col
-    x = tl.load(source_at, mask=is_row & (k < num_cols)[None, :], other=0.0)
-    if ROUND_TO_BF16:
-        x = x.to(tl.bfloat16)
-    largest = _bits_to_compare(x)
-    if not ARE_HELD:
-        for first_k in range(TILE_K, num_cols, TILE_K):
-            y = tl.load(source_at + first_k * source_col, mask=is_row & (first_k + k < num_cols)[None, :], other=0.0)
-            if ROUND_TO_BF16:
-                y = y.to(tl.bfloat16)
-            largest = tl.maximum(largest, _bits_to_compare(y))
+    VALUES: tl.constexpr = tl.bfloat16 if ROUND_TO_BF16 else SOURCE
+    is_short: tl.constexpr = VALUES.primitive_bitwidth == 16
+    largest = tl.zeros((TILE_N, TILE_K), tl.int16 if is_short else tl.int32)
+    parts = ()
+    if NUM_PARTS:
+        for part in tl.static_range(NUM_PARTS):
+            x = _part_of_rows(source_at, part * TILE_K, source_col, is_row, k, num_cols, VALUES)
+            largest = tl.maximum(largest, _bits_to_compare(x))
+            parts = parts + (x,)  # noqa: RUF005 Triton knows no star
+    else:
+        for first_k in range(0, num_cols, TILE_K):
+            x = _part_of_rows(source_at, first_k, source_col, is_row, k, num_cols, VALUES)
+            largest = tl.maximum(largest, _bits_to_compare(x))
     most = tl.max(largest, axis=1)
-    is_short: tl.constexpr = x.dtype.primitive_bitwidth == 16
-    amax_bits = _magnitude_bits(most.to(tl.int16).to(x.dtype, bitcast=True)) if is_short else most
+    amax_bits = _magnitude_bits(most.to(tl.int16).to(VALUES, bitcast=True)) if is_short else most
     if CHECK:
         tl.store(status + tl.load(row + 11), 1, mask=tl.max(amax_bits, axis=0) >= 0x7F800000)
     if WRITE or COMPARE:
@@ -374,17 +388,19 @@ def _quantize_rows(
             is_other = (held != s.to(tl.int32, bitcast=True)) & (first_n + n < num_rows)
             num_other += tl.sum(is_other.to(tl.int32), axis=0)
         target_at = target + first_n.to(tl.int64) * target_row + n[:, None] * target_row + k[None, :]
-        if ARE_HELD:
-            code = _code_of(x.to(tl.float32), s[:, None], DIVIDES, SATURATES)
-            mask = is_row & ((k >= first_col) & (k < first_col + target_cols))[None, :]
-            num_other += _put_codes(code, target_at - first_col, mask, WRITE, COMPARE)
+        if NUM_PARTS:
+            for part in tl.static_range(NUM_PARTS):
+                code = _code_of(parts[part].to(tl.float32), s[:, None], DIVIDES, SATURATES)
+                at = part * TILE_K - first_col
+                mask = is_row & ((at + k >= 0) & (at + k < target_cols))[None, :]
+                num_other += _put_codes(code, target_at + at, mask, WRITE, COMPARE)
         else:
             for first_k in range(0, target_cols, TILE_K):
+                x = _part_of_rows(
+                    source_at, first_col + first_k, source_col, is_row, k, first_col + target_cols, VALUES
+                )
+                code = _code_of(x.to(tl.float32), s[:, None], DIVIDES, SATURATES)
                 mask = is_row & (first_k + k < target_cols)[None, :]
-                y = tl.load(source_at + (first_col + first_k) * source_col, mask=mask, other=0.0)
-                if ROUND_TO_BF16:
-                    y = y.to(tl.bfloat16)
-                code = _code_of(y.to(tl.float32), s[:, None], DIVIDES, SATURATES)
                 num_other += _put_codes(code, target_at + first_k, mask, WRITE, COMPARE)
         if COMPARE:
             tl.store(differs + tl.load(row + 11), 1, mask=num_other > 0)

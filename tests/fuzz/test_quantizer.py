@@ -10,7 +10,7 @@ from fp8refit import NonFiniteError, quantize_blockwise
 from fp8refit.kernels.triton_table import TritonTable
 from fp8refit.live.formats import ScaleFormat
 from fp8refit.live.slots import SOURCE_DTYPES
-from tests.kernels.interpreter import convert_float
+from tests.kernels.interpreter import convert_float, create_fma
 from tests.kernels.tables import quantize_task
 from tests.second_quantizer import quantize, quantize_tensor, round_to_bf16, to_numpy
 
@@ -40,6 +40,7 @@ def interpreter():
         if not torch.cuda.is_available():
             patch.setenv("TRITON_INTERPRET", "1")
             patch.setattr("triton.runtime.interpreter._convert_float", convert_float)
+            patch.setattr("triton.runtime.interpreter.InterpreterBuilder.create_fma", create_fma)
         yield
 
 
