@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from fp8refit.driver.admission import refusal
 from fp8refit.errors import EngineDirtyError
-from fp8refit.live.formats import PER_ROW, AmaxOver, BlockFormat, ScaleFormat
+from fp8refit.live.formats import PER_ROW, PER_TENSOR, AmaxOver, BlockFormat, ScaleFormat
 from fp8refit.live.seams import Seam, within
 from fp8refit.live.versions import Versions
 
@@ -312,7 +312,9 @@ def block_format(module: Any, *, has_powers_of_two: bool) -> BlockFormat:
         from vllm.model_executor.layers.quantization.utils import quant_utils
 
         is_of_part = _is_online(module) and not hasattr(quant_utils, "amax_for_tp_weight_quant")
-        return replace(PER_ROW, amax_over=AmaxOver.OWN_SLICE) if is_of_part else PER_ROW
+        scales = (each for name, each in module.named_parameters(recurse=False) if name.endswith("weight_scale"))
+        held = PER_TENSOR if next(scales).ndim < 2 else PER_ROW
+        return replace(held, amax_over=AmaxOver.OWN_SLICE) if is_of_part else held
     scale_format = ScaleFormat.UE8M0 if has_powers_of_two else ScaleFormat.FP32
     if _is_online(module) and not has_powers_of_two:
         is_cpu = next(module.parameters(recurse=False)).is_cpu

@@ -22,6 +22,7 @@ ROW_MAJOR_KERNELS = frozenset(
         "DeepGemmFp8BlockScaledMMKernel",
         "FlashInferFp8BlockScaledMMKernel",
         "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
+        "PerTensorTorchFP8ScaledMMLinearKernel",
         "TritonFp8BlockScaledMMKernel",
     }
 )

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from torch import Tensor
+
 from fp8refit.errors import InvalidSourceError
 from fp8refit.fill.plan import PlanBuilder, RefitPlan, Step
 from fp8refit.live.slots import TensorMeta
@@ -154,6 +156,8 @@ class CutTensor:
     full_shape: tuple[int, ...]
     steps: Sequence[Step]
     next_row: int = 0
+    whole: Tensor | None = None
+    """Where its rows are kept until all have arrived, if its slots may share scales with others."""
 
     @property
     def is_complete(self) -> bool:

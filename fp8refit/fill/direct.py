@@ -17,7 +17,7 @@ from fp8refit.fill.arrivals import Expected
 from fp8refit.fill.plan import Step
 from fp8refit.fill.program import Flags, Launched, Program
 from fp8refit.fill.row_tasks import cut_to_run
-from fp8refit.fill.tasks import bind
+from fp8refit.fill.tasks import Maxima, bind
 from fp8refit.kernels import Action, Task
 from fp8refit.kernels.products import LowRank, ProductKind, kind_of
 from fp8refit.kernels.rows import can_merge
@@ -101,13 +101,15 @@ class DirectFill:
     Args:
         slots: The slots of the planned inventory.
         device: The slots' device.
+        maxima: Those that slots share.
 
     Attributes:
         expected: What the streams bring that everything was compiled for; None if the next one compiles everything again.
     """
 
-    def __init__(self, slots: Sequence[Slot], device: torch.device) -> None:
+    def __init__(self, slots: Sequence[Slot], device: torch.device, maxima: Maxima | None = None) -> None:
         self.device = device
+        self._maxima = maxima
         self.expected: Expected | None = None
         self._slots = slots
         self._config, self._action = RefitConfig(), Action.WRITE
@@ -274,7 +276,8 @@ class DirectFill:
 
     def _tasks(self, arrived: DeviceTensor) -> list[Task]:
         tasks: list[Task | None] = [
-            bind(step, self._slots[step.slot], arrived.tensor, self._config, arrived.product) for step in arrived.steps
+            bind(step, self._slots[step.slot], arrived.tensor, self._config, self._maxima, arrived.product)
+            for step in arrived.steps
         ]
         if arrived.first_row is not None:
             tasks = [cut_to_run(task, arrived.first_row, arrived.tensor.shape[0]) for task in tasks if task is not None]

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 
 from fp8refit.config import KvOrder, RefitConfig
-from fp8refit.errors import InvalidSourceError, NonFiniteError, RefitError, StagingMemoryError
+from fp8refit.errors import InvalidSourceError, NonFiniteError, RefitError, StagingMemoryError, UnsupportedEngineError
 from fp8refit.fill.arrivals import Arrivals, Expected, by_source
 from fp8refit.fill.direct import DirectFill
 from fp8refit.fill.fill import Fill
@@ -17,7 +17,7 @@ from fp8refit.fill.program import Flags
 from fp8refit.fill.resident import ResidentFill
 from fp8refit.fill.staging import Staging, least_bucket_bytes
 from fp8refit.fill.stream import StreamFill
-from fp8refit.fill.tasks import misfit_scales, scale_formats, scale_problem
+from fp8refit.fill.tasks import Maxima, misfit_scales, scale_formats, scale_problem
 from fp8refit.fill.ties import untied
 from fp8refit.kernels import Action
 from fp8refit.live.collector import collector_paused
@@ -100,6 +100,7 @@ class Fills:
         self._received: ReceivedFill | None = None
         self._direct: DirectFill | None = None
         self._ticket = object()
+        self._maxima = Maxima(inventory.slots, device)
 
     @collector_paused()
     def prepare(
@@ -159,7 +160,7 @@ class Fills:
             metadata, problems = source.scan()
             plan = self._builder(problems).plan(metadata)
             self._resident = None
-            self._resident = resident = ResidentFill(plan, slots, source, self._device, config, action)
+            self._resident = resident = ResidentFill(plan, slots, source, self._device, config, action, self._maxima)
         staged, misfits = resident.staged_steps, resident.misfit_scales()
         if config.on_scale_mismatch == "refuse" and staged:
             names = dict.fromkeys(step.source for step in staged)
@@ -176,6 +177,12 @@ class Fills:
         return resident, StreamFill(source, Arrivals(rest), self._staging(source, action))
 
     def _prepare_received(self, source: ReceivedSource) -> ReceivedFill:
+        if self._maxima:
+            shared = next(slot.name for slot in self._inventory.slots if slot.group is not None)
+            raise UnsupportedEngineError(
+                f"{shared} has one scale for all of it, which a broadcast does not find; send the policy as a state dict, a "
+                "stream or files, or boot with one scale per row or block"
+            )
         received = self._received
         if received is None or not received.renew(source, self._config):
             plan = self._builder(source.problems).plan(source.metadata or {})
@@ -187,7 +194,7 @@ class Fills:
     def _prepare_stream(self, source: Source, action: Action) -> StreamFill:
         """Plan a stream before it is written, unless it is unannounced and can be read only once."""
         if self._direct is None:
-            self._direct = DirectFill(self._inventory.slots, self._device)
+            self._direct = DirectFill(self._inventory.slots, self._device, self._maxima)
         direct, scanned, is_first = self._direct, source.scan(), False
         if scanned is None:
             arrivals = Arrivals(direct.expected, make_builder=self._builder)
@@ -209,7 +216,7 @@ class Fills:
         Raises:
             StagingMemoryError: There is not enough memory.
         """
-        staging = Staging(self._inventory.slots, self._device, self._config, action)
+        staging = Staging(self._inventory.slots, self._device, self._config, action, self._maxima)
         if action is Action.COMPARE or isinstance(source, HandedSource):
             return staging
         try:

@@ -5,8 +5,9 @@ expert's matrix.
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
+from fp8refit.live.formats import AmaxOver
 from fp8refit.live.slots import FP8_DTYPE, SOURCE_DTYPES, Op, Slot, Stacked, TensorMeta, dtype_name
 
 
@@ -46,10 +47,30 @@ def fit_weight(meta: TensorMeta, slot: Slot, stack: Stacked | None = None, first
     if op is Op.COPY_CODES and is_transposed:
         return "is FP8 with rows and columns swapped; send it unquantized, or expert by expert"
     offset, shape = _down(slot.origin, first_row), tuple(slot.weight.shape)
-    if op is Op.QUANTIZE and slot.format is not None:
+    if op is Op.QUANTIZE and slot.format is not None and not slot.format.is_shared:
         first, length = slot.format.columns_read(offset[-1], shape[-1], slot.full_shape[-1])
         offset, shape = (*offset[:-1], first), (*shape[:-1], length)
     return Fit(op, offset, shape, bool(is_transposed))
+
+
+def fit_maximum(fit: Fit, slot: Slot, first_row: int = 0) -> Fit | None:
+    """Return the part of a weight whose largest magnitude counts for the scale of `slot`, and maybe of others; None if only the
+    slot's own blocks count.
+
+    Args:
+        fit: What `fit_weight` returned.
+        slot: Where the weight goes.
+        first_row: Where the slot's tensor starts in the expert's matrix.
+    """
+    if fit.op is not Op.QUANTIZE or slot.format is None or not slot.format.is_shared:
+        return None
+    match slot.format.amax_over:
+        case AmaxOver.OWN_SLICE:
+            return fit._replace(op=Op.MAXIMUM)
+        case AmaxOver.WHOLE_BLOCK:
+            return fit._replace(op=Op.MAXIMUM, offset=(first_row, 0), shape=slot.full_shape)
+        case _:
+            assert_never(slot.format.amax_over)
 
 
 def fit_scale(meta: TensorMeta, slot: Slot, stack: Stacked | None = None, first_row: int = 0) -> Fit | str:
@@ -74,6 +95,8 @@ def _weight_op(meta: TensorMeta, slot: Slot) -> Op | str:
     if meta.dtype == FP8_DTYPE:
         if slot.format is None or slot.format.codes.dtype != meta.dtype:
             return f"is FP8, but this engine holds it as {dtype_name(slot.weight.dtype)}; send it unquantized"
+        if slot.format.is_shared:
+            return "is FP8, but this engine holds it with one scale, maybe also for others; send it unquantized"
         return Op.COPY_CODES
     if meta.dtype in SOURCE_DTYPES:
         return Op.QUANTIZE if slot.is_quantized else Op.COPY

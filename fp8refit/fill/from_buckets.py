@@ -90,7 +90,7 @@ class ReceivedFill(Fill):
                 (tensor, part, portions[each.portion]) for tensor, each in placed for part in each.parts
             ):
                 for step in steps.get(part.name, ()):
-                    task = _cut(bind(step, slots[step.slot], part.view(portion), config), part)
+                    task = _cut(bind(step, slots[step.slot], part.view(portion), config, None), part)
                     if task is None:
                         continue
                     action = Action.COMPARE if step in seconds else Action.WRITE

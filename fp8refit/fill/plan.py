@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from fp8refit.errors import InvalidSourceError
-from fp8refit.fill.fitting import Fit, fit_scale, fit_weight
+from fp8refit.fill.fitting import Fit, fit_maximum, fit_scale, fit_weight
 from fp8refit.live.names import is_adapter_weight, is_kv_scale, is_not_a_weight, other_spellings, stack_of
 from fp8refit.live.slots import SCALE_SUFFIX, Op, Slot, Stacked, TensorMeta, dtype_name
 
@@ -126,6 +126,7 @@ class PlanBuilder:
         """Steps of those that came before under another name."""
         self._weights: dict[int, Step] = {}
         self._scales: dict[int, Step] = {}
+        self._maxima: dict[int, Step] = {}
 
     def plan(self, sources: Mapping[str, TensorMeta]) -> RefitPlan:
         """Plan a source whose tensors are all known.
@@ -175,13 +176,15 @@ class PlanBuilder:
                 self._problems.append(f"{name}: {verdict}")
                 return []
             steps.append(_step(name, meta, index, verdict))
+            if (wide := fit_maximum(verdict, self._slots[index])) is not None:
+                self._maxima[index] = _step(name, meta, index, wide)
         if indexes[0] in found:
             is_alias = name.removesuffix(SCALE_SUFFIX) in self._aliases
             self._ignored.append(name if is_alias else found[indexes[0]].source)
             self.seconds[name] = steps
         else:
             found.update((step.slot, step) for step in steps)
-        return steps
+        return self._with_maxima(steps)
 
     def _add_stack(self, name: str, meta: TensorMeta, stack: Stacked, *, is_scale: bool) -> list[Step]:
         """The steps of a tensor with a matrix of every expert."""
@@ -197,8 +200,14 @@ class PlanBuilder:
                     self._problems.append(f"{name}: {verdict}")
                     return []
                 steps[index] = _step(name, meta, index, verdict, expert)
+                if (wide := fit_maximum(verdict, self._slots[index], first_row)) is not None:
+                    self._maxima[index] = _step(name, meta, index, wide, expert)
         found.update(steps)
-        return list(steps.values())
+        return self._with_maxima(list(steps.values()))
+
+    def _with_maxima(self, steps: Sequence[Step]) -> list[Step]:
+        """Steps, after those that find the maxima that they need."""
+        return [*(self._maxima[step.slot] for step in steps if step.slot in self._maxima), *steps]
 
     def _held_stacked(self, name: str) -> tuple[str, ...]:
         """The slots for a tensor whose name occurs only in files: those of all experts of its layer, or its own."""
@@ -225,13 +234,13 @@ class PlanBuilder:
         Raises:
             InvalidSourceError: Names every missing, unexpected or ill-fitting tensor.
         """
-        problems = [*self._problems, *self._come_apart(), *self._incomplete()]
+        problems = [*self._problems, *self._come_apart(), *self._incomplete(), *self._parted()]
         if problems:
             raise InvalidSourceError(problems)
         steps = tuple(
             step
             for index in range(len(self._slots))
-            for step in (self._weights.get(index), self._scales.get(index))
+            for step in (self._maxima.get(index), self._weights.get(index), self._scales.get(index))
             if step
         )
         digest = hashlib.sha256()
@@ -266,6 +275,16 @@ class PlanBuilder:
                 f"engine holds all experts of a layer in one tensor ({held[0]}); load the files with from_pretrained() "
                 "and send the state_dict()"
             )
+
+    def _parted(self) -> Iterable[str]:
+        """Of slots that share a scale, either all change or none."""
+        sent: dict[tuple[int, int], str] = {}
+        for index, step in self._weights.items():
+            if (group := self._slots[index].group) is not None:
+                sent.setdefault(group, step.source)
+        for slot in self._slots if sent else ():
+            if slot.name in self._kept and slot.group in sent:
+                yield f"{slot.name}: is kept, but shares one scale with {sent[slot.group]}; send both or keep both"
 
     def _incomplete(self) -> Iterable[str]:
         blamed = {problem.split(":", 1)[0] for problem in self._problems}
@@ -325,6 +344,8 @@ def _step(name: str, meta: TensorMeta, index: int, fit: Fit, expert: int | None 
 
 
 def _bytes_written(step: Step, slot: Slot) -> int:
+    if step.op is Op.MAXIMUM:
+        return 0
     target = slot.scale if step.op is Op.COPY_SCALES else slot.weight
     assert target is not None, f"{step=}"
     return target.nbytes + (slot.scale.nbytes if step.op is Op.QUANTIZE and slot.scale is not None else 0)

@@ -12,7 +12,7 @@ from fp8refit.config import RefitConfig
 from fp8refit.fill.fill import Fill
 from fp8refit.fill.plan import RefitPlan
 from fp8refit.fill.program import Flags, Program
-from fp8refit.fill.tasks import bind, scale_formats, scale_problem
+from fp8refit.fill.tasks import Maxima, bind, scale_formats, scale_problem
 from fp8refit.kernels import Action, Task
 from fp8refit.kernels.work import have_layouts, source_layout
 from fp8refit.live.layout_guard import LayoutGuard
@@ -33,18 +33,23 @@ class ResidentFill(Fill):
         device: torch.device,
         config: RefitConfig,
         action: Action = Action.WRITE,
+        maxima: Maxima | None = None,
     ) -> None:
-        tensors = source.tensors
+        tensors, self._maxima = source.tensors, maxima
         self.plan, self.is_first = plan, True
         self._config, self._action = config, action
         self._layouts = {name: source_layout(tensor) for name, tensor in tensors.items()}
         elsewhere = {name for name, tensor in tensors.items() if tensor.device != device}
-        steps = [step for step in plan.steps if step.source not in elsewhere]
-        self.staged_steps = [step for step in plan.steps if step.source in elsewhere]
+        parted = {slots[step.slot].group for step in plan.steps if step.source in elsewhere} - {None}
+        self.staged_steps = [
+            step for step in plan.steps if step.source in elsewhere or slots[step.slot].group in parted
+        ]
+        staged = set(self.staged_steps)
+        steps = [step for step in plan.steps if step not in staged]
         self._read = list(dict.fromkeys(step.source for step in steps))
         """The tensors that the program reads, in the order of its places."""
         self._recognise(source)
-        tasks = [(step.source, bind(step, slots[step.slot], tensors[step.source], config)) for step in steps]
+        tasks = [(step.source, bind(step, slots[step.slot], tensors[step.source], config, maxima)) for step in steps]
         strict = config.on_scale_mismatch == "refuse"
         scales = [(name, task) for name, task in tasks if strict and task.op is Op.COPY_SCALES]
         self._program = _compile(tasks, device)
@@ -85,13 +90,19 @@ class ResidentFill(Fill):
 
     @override
     def look(self) -> Flags:
+        self._clear_maxima()
         self._program.table.launch(check=True, action=Action.CHECK)
         return self.read_flags()
 
     @override
     def launch(self, begun: torch.cuda.Event | None) -> None:
         check = self._config.validate_values != "off"
+        self._clear_maxima()
         self._program.table.launch(check=check, action=self._action, begun=begun)
+
+    def _clear_maxima(self) -> None:
+        if self._maxima is not None:
+            self._maxima.clear()
 
     @override
     def read_flags(self) -> Flags:

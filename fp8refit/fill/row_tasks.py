@@ -11,12 +11,13 @@ from fp8refit.kernels import Task
 
 def rows_of(task: Task, start: int, count: int) -> Task:
     """The part of a task that writes `count` rows of its target from `start`, which begins a row of blocks."""
-    scale = task.scale
-    if scale is not None and task.format is not None:
+    scale, offset = task.scale, (task.offset[0] + start, *task.offset[1:])
+    if task.box_shape is not None:
+        return replace(task, offset=offset, box_shape=(count, *task.box_shape[1:]))
+    if scale is not None and task.format is not None and not task.format.is_shared:
         block = task.format.block_size[0]
         assert start % block == 0, f"{start=} {block=}"
         scale = scale.narrow(0, start // block, -(-count // block))
-    offset = (task.offset[0] + start, *task.offset[1:])
     return replace(task, offset=offset, target=task.target.narrow(0, start, count), scale=scale)
 
 
@@ -31,7 +32,7 @@ def cut_to_run(task: Task, first_row: int, num_rows: int) -> Task | None:
     if task.select:
         index = task.select[0] - first_row
         return replace(task, select=(index, *task.select[1:])) if 0 <= index < num_rows else None
-    start, end = task.offset[0], task.offset[0] + task.target.shape[0]
+    start, end = task.offset[0], task.offset[0] + task.shape[0]
     low, high = max(start, first_row), min(end, first_row + num_rows)
     if low >= high:
         return None

@@ -15,7 +15,7 @@ from fp8refit.config import RefitConfig
 from fp8refit.fill.plan import Step
 from fp8refit.fill.program import Flags, Program
 from fp8refit.fill.row_tasks import Seams, cut_to_run
-from fp8refit.fill.tasks import bind, split
+from fp8refit.fill.tasks import Maxima, bind, split
 from fp8refit.kernels import Action, Task
 from fp8refit.live.slots import Op, Slot
 
@@ -39,8 +39,10 @@ class Staging:
         device: torch.device,
         config: RefitConfig,
         action: Action = Action.WRITE,
+        maxima: Maxima | None = None,
     ) -> None:
         self._slots = slots
+        self._maxima = maxima
         self.config = config
         self.device = device
         self.action = action
@@ -49,6 +51,16 @@ class Staging:
         self._seams = Seams()
         self._flags = Flags()
         """Of what has been written since they were read."""
+
+    def clear_maxima(self) -> None:
+        """Forget the maxima of an earlier refit."""
+        if self._maxima is not None:
+            self._maxima.clear()
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """The slots of the planned inventory."""
+        return self._slots
 
     @property
     def bucket_bytes(self) -> int:
@@ -80,20 +92,21 @@ class Staging:
             is_stable: Whether its bytes stay unchanged until `read_flags` returns.
             read_box: Reads the bytes, for a tensor without bytes of its own.
         """
-        task = bind(step, self._slots[step.slot], tensor, self.config)
+        task = bind(step, self._slots[step.slot], tensor, self.config, self._maxima)
         self._stage(step.source, task, is_stable=is_stable, read_box=read_box)
 
     def add_rows(self, step: Step, rows: Tensor, first_row: int) -> None:
         """Stage what `step` reads of some rows of its tensor, from `first_row`. Runs of rows arrive in order."""
         for first, run in self.runs_of(step, rows, first_row):
-            task = cut_to_run(bind(step, self._slots[step.slot], run, self.config), first, run.shape[0])
+            task = bind(step, self._slots[step.slot], run, self.config, self._maxima)
+            task = cut_to_run(task, first, run.shape[0])
             if task is not None:
                 self._stage(step.source, task, is_stable=False)
 
     def runs_of(self, step: Step, rows: Tensor, first_row: int) -> Iterable[tuple[int, Tensor]]:
         """Split rows of a step's tensor so that no run cuts a block: first row and rows of each complete run."""
         slot = self._slots[step.slot]
-        if step.op is not Op.QUANTIZE or step.select or slot.format is None:
+        if step.op is not Op.QUANTIZE or step.select or slot.format is None or slot.format.is_shared:
             return [(first_row, rows)]
         wanted = range(step.offset[0], step.offset[0] + step.shape[0])
         return self._seams.runs_of_blocks(step.slot, wanted, slot.format.block_size[0], first_row, rows)
@@ -200,7 +213,7 @@ def _least_bytes(slot: Slot) -> int:
     """Bytes of the smallest piece that a slot's source can be cut into, in the widest dtype."""
     if slot.weight.ndim < 2:
         return slot.weight.numel() * 4
-    rows = 1 if slot.format is None else min(slot.format.block_size[0], slot.weight.shape[0])
+    rows = 1 if slot.format is None or slot.format.is_shared else min(slot.format.block_size[0], slot.weight.shape[0])
     *others, columns = slot.weight.shape[1:]
     if slot.format is not None:
         _, columns = slot.format.columns_read(slot.origin[-1], columns, slot.full_shape[-1])

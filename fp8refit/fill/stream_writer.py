@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fp8refit.fill.arrivals import Arrivals, CutTensor
@@ -11,8 +13,9 @@ from fp8refit.fill.direct import DeviceTensor, DirectFill
 from fp8refit.fill.fill import Arriving
 from fp8refit.fill.plan import Step
 from fp8refit.fill.staging import ReadBox, Staging
+from fp8refit.fill.together import Together, share_scales
 from fp8refit.kernels.products import LowRank
-from fp8refit.live.slots import TensorMeta
+from fp8refit.live.slots import Op, TensorMeta
 from fp8refit.live.turn import DisplacedError
 from fp8refit.sources.files import StoredTensor
 from fp8refit.sources.pairs import check_readable
@@ -22,6 +25,16 @@ from fp8refit.sources.work_stream import WorkStream
 _SMALL_BYTES = 16 << 20
 """Copying this much takes a device about as long as a launch."""
 _MOST_COPIED_BYTES = 64 << 20
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Shared:
+    """A tensor that waits for those with which its slots share scales."""
+
+    name: str
+    tensor: Tensor
+    steps: Sequence[Step]
+    read_box: ReadBox | None = None
 
 
 class StreamWriter:
@@ -42,6 +55,7 @@ class StreamWriter:
         self._waiting: list[DeviceTensor] = []
         """Tensors on the engine's device that the next launch reads."""
         self._waiting_bytes = 0
+        self._together = Together[_Shared](staging.slots)
         self._is_released = False
 
     def flush(self) -> None:
@@ -53,6 +67,7 @@ class StreamWriter:
         """Let go of tensors, and take no more."""
         self._is_released = True
         self._waiting.clear()
+        self._together.forget()
 
     def take(self, tensors: Iterable[Arriving | list[Arriving]]) -> None:
         """Take tensors. Those of a list stay valid together; any other may be overwritten when the next is asked for.
@@ -118,7 +133,7 @@ class StreamWriter:
             return
         direct = self._direct
         if direct is None or not isinstance(value, Tensor) or value.device != direct.device:
-            self._take_whole(name, value)
+            self._take_whole(name, value, is_lent=is_lent)
         else:
             self._take_where_it_lies(name, value, is_lent=is_lent)
 
@@ -183,6 +198,9 @@ class StreamWriter:
         if self._arrivals.is_second(name):
             self._stage(name, steps, tensor)
             return
+        if share_scales(steps):
+            self._take_shared(_Shared(name=name, tensor=tensor.detach(), steps=steps), is_lent=is_lent)
+            return
         is_kept = self._arrivals.is_settled(name)
         self._let_wait(DeviceTensor(name=name, tensor=tensor.detach(), steps=steps, is_kept=is_kept), is_lent)
 
@@ -203,13 +221,37 @@ class StreamWriter:
             assert self._direct is not None, "they are on the engine's device"
             self._direct.fill(waiting, are_together=are_together)
 
-    def _take_whole(self, name: str, tensor: Tensor | StoredTensor) -> None:
+    def _take_whole(self, name: str, tensor: Tensor | StoredTensor, *, is_lent: bool) -> None:
         self.check_is_complete()
+        read_box: ReadBox | None = None
         if isinstance(tensor, StoredTensor):
-            self._stage(name, self._arrivals.steps_of(name, TensorMeta.of(tensor.meta)), tensor.meta, tensor.read_box)
+            tensor, read_box = tensor.meta, tensor.read_box
+        else:
+            check_readable(name, tensor)
+        steps = self._arrivals.steps_of(name, TensorMeta.of(tensor))
+        if share_scales(steps) and not self._arrivals.is_second(name):
+            self._take_shared(_Shared(name=name, tensor=tensor, steps=steps, read_box=read_box), is_lent=is_lent)
+        else:
+            self._stage(name, steps, tensor, read_box)
+
+    def _take_shared(self, shared: "_Shared", *, is_lent: bool) -> None:
+        """Fill from a tensor whose slots may share scales with others, once all of these are there."""
+        if is_lent and shared.read_box is None and not self._together.is_last(shared.steps):
+            shared.tensor = shared.tensor.detach().clone()
+        ready = self._together.add(shared, shared.steps)
+        direct = self._direct
+        there = [each for each in ready if direct is not None and each.tensor.device == direct.device]
+        if len(there) == len(ready):
+            self._fill_waiting()
+            self._waiting = [
+                DeviceTensor(name=each.name, tensor=each.tensor, steps=each.steps, is_kept=False) for each in there
+            ]
+            self._fill_waiting()
             return
-        check_readable(name, tensor)
-        self._stage(name, self._arrivals.steps_of(name, TensorMeta.of(tensor)), tensor)
+        for is_maximum in (True, False):
+            for each in ready:
+                steps = [step for step in each.steps if (step.op is Op.MAXIMUM) is is_maximum]
+                self._stage(each.name, steps, each.tensor, each.read_box)
 
     def _stage(self, name: str, steps: Sequence[Step], tensor: Tensor, read_box: ReadBox | None = None) -> None:
         with self._comparing(self._arrivals.is_second(name)):
@@ -232,7 +274,12 @@ class StreamWriter:
             meta = TensorMeta(shape=piece.full_shape, dtype=piece.tensor.dtype)
             steps = self._arrivals.steps_of(piece.name, meta)
             cut = self._cut = CutTensor(name=piece.name, full_shape=piece.full_shape, steps=steps)
+            if share_scales(steps):
+                cut.whole = torch.empty(piece.full_shape, dtype=meta.dtype, device=piece.tensor.device)
         cut.check_follows(piece)
+        if cut.whole is not None:
+            self._collect(cut, cut.whole, piece)
+            return
         is_second = self._arrivals.is_second(piece.name)
         is_there = self._direct is not None and piece.tensor.device == self._direct.device and not is_second
         with self._comparing(is_second):
@@ -246,6 +293,14 @@ class StreamWriter:
         cut.next_row = piece.end_row
         if cut.is_complete:
             self._cut = None
+
+    def _collect(self, cut: CutTensor, whole: Tensor, piece: Piece) -> None:
+        """Keep rows of a tensor whose slots may share scales with others, until it is whole."""
+        whole[piece.first_row : piece.end_row] = piece.tensor.detach()
+        cut.next_row = piece.end_row
+        if cut.is_complete:
+            self._cut = None
+            self._take_shared(_Shared(name=cut.name, tensor=whole, steps=cut.steps), is_lent=False)
 
     def _recognized(self, arrived: DeviceTensor) -> DeviceTensor:
         """A run of rows, with its place in the table of earlier streams, if it has one."""

@@ -17,11 +17,49 @@ from fp8refit.live.formats import ScaleFormat
 from fp8refit.live.slots import Op, Slot
 
 
-def bind(step: Step, slot: Slot, source: Tensor, config: RefitConfig, product: LowRank | None = None) -> Task:
+class Maxima:
+    """The largest magnitudes of which scales follow that several slots share, one for each group of slots.
+
+    Whoever starts a refit clears them. Steps that raise them come before those that quantize.
+
+    Args:
+        slots: The slots of an inventory.
+        device: The slots' device.
+    """
+
+    def __init__(self, slots: Iterable[Slot], device: torch.device) -> None:
+        groups = dict.fromkeys(slot.group for slot in slots if slot.group is not None)
+        self._places = {group: place for place, group in enumerate(groups)}
+        with torch.inference_mode(False):  # a tensor that can be written in any mode
+            self._values = torch.zeros(len(groups), dtype=torch.float32, device=device)
+
+    def of(self, slot: Slot) -> Tensor | None:
+        """The maximum (1,) float32 of a slot's group; None if it has none."""
+        if slot.group is None:
+            return None
+        place = self._places[slot.group]
+        return self._values[place : place + 1]
+
+    def __bool__(self) -> bool:
+        """Whether any slots share a scale."""
+        return bool(self._places)
+
+    def clear(self) -> None:
+        """Forget what has been found, on the current stream."""
+        if self._places:
+            self._values.zero_()
+
+
+def bind(
+    step: Step, slot: Slot, source: Tensor, config: RefitConfig, maxima: Maxima | None, product: LowRank | None = None
+) -> Task:
     """Return the task that carries out `step` on `source`, and adds `product` to it, for all of `slot`."""
     target, block_format = slot.scale if step.op is Op.COPY_SCALES else slot.weight, slot.format
     if block_format is not None and step.op is Op.COPY_SCALES and config.on_scale_mismatch == "copy":
         block_format = replace(block_format, scale_format=ScaleFormat.FP32)
+    maximum = maxima.of(slot) if maxima is not None else None
+    if step.op is Op.MAXIMUM:
+        target = maximum
     assert target is not None, f"{step=}"
     if not step.shape:
         target = target.view(())
@@ -36,6 +74,8 @@ def bind(step: Step, slot: Slot, source: Tensor, config: RefitConfig, product: L
         select=step.select,
         is_transposed=step.is_transposed,
         columns=_columns(step, slot),
+        maximum=maximum if step.op is Op.QUANTIZE else None,
+        box_shape=step.shape if step.op is Op.MAXIMUM else None,
         product=product,
     )
 
@@ -78,12 +118,13 @@ def scale_problem(name: str, scale_format: ScaleFormat) -> str:
 
 def split(task: Task, num_bytes: int) -> Iterator[Task]:
     """Cut a task into ranges of rows that fit into `num_bytes`."""
-    length = task.target.shape[0] if task.target.ndim else 1
+    length = task.shape[0] if task.target.ndim else 1
     row_bytes = prod(task.shape[1:]) * task.source.element_size()
     if length * row_bytes <= num_bytes or task.target.ndim == 0:
         yield task
         return
-    step = task.format.block_size[0] if task.op is Op.QUANTIZE and task.format is not None else 1
+    is_cut = task.op is Op.QUANTIZE and task.format is not None and not task.format.is_shared
+    step = task.format.block_size[0] if is_cut and task.format is not None else 1
     rows = max(num_bytes // row_bytes // step, 1) * step
     for start in range(0, length, rows):
         yield rows_of(task, start, min(rows, length - start))

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from fp8refit.kernels.merge import add_product
 from fp8refit.kernels.products import LowRank
-from fp8refit.kernels.reference import quantize_reference
+from fp8refit.kernels.reference import block_scales, quantize_reference
 from fp8refit.kernels.work import Action, Task, WorkTable, assert_is_writable, is_empty
 from fp8refit.live.formats import ScaleFormat
 from fp8refit.live.layout_guard import Addresses
@@ -58,10 +58,11 @@ class ReferenceTable(WorkTable):
     @torch.inference_mode()
     @override
     def launch(self, *, check: bool, action: Action = Action.WRITE, begun: torch.cuda.Event | None = None) -> None:
-        for place, indexes in self._tasks_at.items():
-            source = self._sources[place]
-            assert source is not None, "refreshed"
-            self._run_all(indexes, _merge(source, self._products[place]), check=check, action=action)
+        for indexes_at in self._rounds:
+            for place, indexes in indexes_at.items():
+                source = self._sources[place]
+                assert source is not None, "refreshed"
+                self._run_all(indexes, _merge(source, self._products[place]), check=check, action=action)
 
     @torch.inference_mode()
     @override
@@ -75,20 +76,23 @@ class ReferenceTable(WorkTable):
         check: bool,
         action: Action = Action.WRITE,
     ) -> bool:
-        for number, source in enumerate(sources):
-            indexes = self._tasks_at.get(first + number)
-            if indexes:
-                product = products[number] if products else None
-                self._run_all(indexes, _merge(source, product), check=check, action=action)
+        for indexes_at in self._rounds:
+            for number, source in enumerate(sources):
+                indexes = indexes_at.get(first + number)
+                if indexes:
+                    product = products[number] if products else None
+                    self._run_all(indexes, _merge(source, product), check=check, action=action)
         return True
 
     @cached_property
-    def _tasks_at(self) -> dict[int, list[int]]:
-        """The tasks of each place."""
-        found: dict[int, list[int]] = {}
+    def _rounds(self) -> tuple[dict[int, list[int]], ...]:
+        """The tasks of each place: those that raise maxima, and then all others."""
+        maxima: dict[int, list[int]] = {}
+        others: dict[int, list[int]] = {}
         for index, place in enumerate(self._places):
+            found = maxima if self._tasks[index].op is Op.MAXIMUM else others
             found.setdefault(place, []).append(index)
-        return found
+        return maxima, others
 
     def _run_all(self, indexes: Sequence[int], source: Tensor, *, check: bool, action: Action) -> None:
         """Run the tasks of one source."""
@@ -96,11 +100,11 @@ class ReferenceTable(WorkTable):
             task = self._tasks[index]
             if is_empty(task):
                 continue
-            written = task if action is Action.WRITE else _with_own_targets(task)
+            written = task if action is Action.WRITE or task.op is Op.MAXIMUM else _with_own_targets(task)
             is_bad = _run_reference(written, written.box(source.detach()))
             if is_bad and (check or task.op is Op.COPY_SCALES):
                 self._bad.add(index)
-            if action is Action.COMPARE and not _have_same_bytes(written, task):
+            if action is Action.COMPARE and task.op is not Op.MAXIMUM and not _have_same_bytes(written, task):
                 self._differing.add(index)
 
     @override
@@ -150,11 +154,16 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 def _run_reference(task: Task, source: Tensor) -> bool:
     """Run one task; returns whether its source is bad."""
+    if task.op in (Op.QUANTIZE, Op.MAXIMUM) and source.dtype is torch.float32 and task.round_to_bf16:
+        source = source.to(torch.bfloat16)
+    if task.op is Op.MAXIMUM:
+        amax = source.abs().amax().to(torch.float32)
+        task.target.copy_(torch.maximum(task.target, amax))
+        return bool(~torch.isfinite(amax))
     if task.op is Op.QUANTIZE:
         assert task.scale is not None and task.format is not None, f"{task=}"
-        if source.dtype is torch.float32 and task.round_to_bf16:
-            source = source.to(torch.bfloat16)
-        codes, scale, is_bad = quantize_reference(source, task.format)
+        given = block_scales(task.maximum, task.format) if task.maximum is not None else None
+        codes, scale, is_bad = quantize_reference(source, task.format, given)
         if task.columns is not None:
             codes = codes.narrow(1, task.columns[1], task.target.shape[1])
         task.target.view(torch.uint8).copy_(codes.view(torch.uint8))

@@ -28,6 +28,8 @@ _MOST_PARTS = 8
 """Parts of the longest row that a program holds; it reads longer ones twice."""
 _TURNED_TILE = 16, 1 << 8
 """Rows and columns that a program loads at once of rows that lie as columns in memory."""
+_SHARED_TILE = 128, 128
+"""Rows and columns that a program loads at once of a matrix whose scale is shared."""
 _MERGE_BLOCK = 128, 128
 """The only block size of tasks with products: a program computes the product for one block."""
 
@@ -50,6 +52,8 @@ class Row(NamedTuple):
     first_col: int
     """Where the target's columns begin in the box, which may be wider."""
     target_cols: int
+    maximum: int = 0
+    """The address of the largest magnitude from which a shared scale follows."""
 
 
 FIELDS = Row._fields
@@ -84,8 +88,15 @@ class Kind(NamedTuple):
     """Set if it quantizes rows with one scale each."""
 
     @property
+    def has_shared_scale(self) -> bool:
+        """Whether it finds a maximum from which a shared scale follows, or quantizes with such a scale."""
+        return self.format is not None and self.format.is_shared and self.op in (Op.MAXIMUM, Op.QUANTIZE)
+
+    @property
     def tile(self) -> tuple[int, int]:
         """Rows and columns of one tile."""
+        if self.has_shared_scale:
+            return _SHARED_TILE
         if self.op is not Op.QUANTIZE or self.format is None:
             return 1, COPY_TILE
         return (self.row_tile.rows, WHOLE) if self.row_tile is not None else self.format.block_size
@@ -196,8 +207,8 @@ def number_tiles(rows: Rows) -> tuple[np.ndarray, list[tuple[Kind, list[int]]]]:
     for number, kind in enumerate(rows.kinds):
         by_kind.setdefault(kind, []).append(number)
     tile_rows, kinds, next_tile = [np.zeros(0, dtype=np.int64)], [], 0
-    # Long launches first, so that the short ones are queued while they run.
-    for kind in sorted(by_kind, key=lambda kind: (kind.op is not Op.QUANTIZE, repr(kind))):
+    # Maxima before what needs them; then long launches, so that the short ones are queued while they run.
+    for kind in sorted(by_kind, key=lambda kind: (kind.op is not Op.MAXIMUM, kind.op is not Op.QUANTIZE, repr(kind))):
         numbers, counts = np.array(by_kind[kind]), np.zeros(len(rows.kinds), dtype=np.int64)
         counts[numbers] = rows.fields[numbers, TILES_PER_ROW] * -(-rows.fields[numbers, ROWS] // kind.tile[0])
         firsts = next_tile + np.concatenate([[0], np.cumsum(counts)])
@@ -220,12 +231,14 @@ def _rows_of(index: int, task: Task) -> list[tuple[Kind, Row, int]]:
     if task.op is Op.QUANTIZE:
         assert task.scale is not None and task.format is not None and box.ndim == 2, f"{task=}"
         has_rows = task.format.has_rows
-        has_kernel = has_rows or (WHOLE not in task.format.block_size and task.columns is None)
+        has_kernel = has_rows or task.maximum is not None or (WHOLE not in task.format.block_size and task.columns is None)
         assert has_kernel, f"{task.format}: no kernel takes one maximum of so many values"
         pieces = [(box, task.target)]
+    elif task.op is Op.MAXIMUM:
+        pieces = [(box, task.target.view(1, 1))]
     else:
         pieces = _as_matrices(box, task.target)
-    rows, is_quantize = [], task.op is Op.QUANTIZE
+    rows, is_quantize = [], task.op in (Op.QUANTIZE, Op.MAXIMUM)
     first_col = 0 if task.columns is None else task.columns[1]
     scale_at, scale_row = (0, 0) if task.scale is None else (task.scale.data_ptr(), task.scale.stride(0))
     for source, target in pieces:
@@ -235,11 +248,11 @@ def _rows_of(index: int, task: Task) -> list[tuple[Kind, Row, int]]:
             op=task.op,
             source_dtype=source.dtype,
             target_dtype=target.dtype,
-            format=task.format if task.op in (Op.QUANTIZE, Op.COPY_SCALES) else None,
+            format=task.format if task.op in (Op.QUANTIZE, Op.MAXIMUM, Op.COPY_SCALES) else None,
             round_to_bf16=is_quantize and source.dtype is torch.float32 and task.round_to_bf16,
             is_aligned=first_col % 16 == 0
             and _is_aligned(source_at, num_rows, num_cols, *strides)
-            and _is_aligned(target_at, *target.shape, *target_strides),
+            and (task.op is Op.MAXIMUM or _is_aligned(target_at, *target.shape, *target_strides)),
             product=_product_kind(task),
             row_tile=_row_tile(num_cols, strides) if has_rows else None,
         )
@@ -258,6 +271,7 @@ def _rows_of(index: int, task: Task) -> list[tuple[Kind, Row, int]]:
             task=index,
             first_col=first_col,
             target_cols=target.shape[1],
+            maximum=0 if task.maximum is None else task.maximum.data_ptr(),
         )
         rows.append((kind, row, source_at - task.source.data_ptr()))
     return rows

@@ -104,9 +104,9 @@ def launch_of(kind: Kind, device: torch.device, *, check: bool, action: Action) 
         }
         num_warps = max(tile.rows * tile.cols // _ELEMENTS_PER_ROW_WARP, _QUANTIZE_WARPS)
         return Launch(_quantize_rows, common | others | _arithmetic(kind.format), num_warps=num_warps)
-    if kind.op is Op.QUANTIZE:
+    if kind.op in (Op.QUANTIZE, Op.MAXIMUM):
         assert kind.format is not None, f"{kind=}"
-        block_n, block_k = kind.format.block_size
+        block_n, block_k = kind.tile
         merges = kind.product is not None
         num_blocks = _BLOCKS_PER_MERGE if merges else _BLOCKS_PER_PROGRAM.get(kind.source_dtype.itemsize, 1)
         constants = (
@@ -121,6 +121,8 @@ def launch_of(kind: Kind, device: torch.device, *, check: bool, action: Action) 
                 **_arithmetic(kind.format),
                 "ROUND_TO_BF16": kind.round_to_bf16,
                 "SATURATES": saturates,
+                "RAISES": kind.op is Op.MAXIMUM,
+                "IS_SHARED": kind.has_shared_scale,
             }
         )
         if merges:
@@ -222,7 +224,7 @@ def _quantize_tiles(
     SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
     IS_UE8M0: tl.constexpr, IS_RECIPROCAL: tl.constexpr, AMAX_FLOOR: tl.constexpr, DIVIDES: tl.constexpr,
-    ROUND_TO_BF16: tl.constexpr,
+    ROUND_TO_BF16: tl.constexpr, RAISES: tl.constexpr, IS_SHARED: tl.constexpr,
     SATURATES: tl.constexpr, IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr, WRITE: tl.constexpr, COMPARE: tl.constexpr,
     LOW_DTYPE: tl.constexpr, STEP: tl.constexpr, IS_ONE_STEP: tl.constexpr, IS_RANK_ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -232,8 +234,8 @@ def _quantize_tiles(
         if first + index < num_tiles:
             _quantize_tile(
                 matrix, tile_rows, status, differs, products, shift, first_tile + first + index, SOURCE, TARGET, NUM_FIELDS,
-                BLOCK_N, BLOCK_K, TILE_N, TILE_K, IS_UE8M0, IS_RECIPROCAL, AMAX_FLOOR, DIVIDES, ROUND_TO_BF16, SATURATES,
-                IS_ALIGNED, CHECK, WRITE, COMPARE, LOW_DTYPE, STEP, IS_ONE_STEP, IS_RANK_ALIGNED,
+                BLOCK_N, BLOCK_K, TILE_N, TILE_K, IS_UE8M0, IS_RECIPROCAL, AMAX_FLOOR, DIVIDES, ROUND_TO_BF16, RAISES, IS_SHARED,
+                SATURATES, IS_ALIGNED, CHECK, WRITE, COMPARE, LOW_DTYPE, STEP, IS_ONE_STEP, IS_RANK_ALIGNED,
             )  # fmt: skip
 
 
@@ -243,12 +245,13 @@ def _quantize_tile(
     SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
     IS_UE8M0: tl.constexpr, IS_RECIPROCAL: tl.constexpr, AMAX_FLOOR: tl.constexpr, DIVIDES: tl.constexpr,
-    ROUND_TO_BF16: tl.constexpr,
+    ROUND_TO_BF16: tl.constexpr, RAISES: tl.constexpr, IS_SHARED: tl.constexpr,
     SATURATES: tl.constexpr, IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr, WRITE: tl.constexpr, COMPARE: tl.constexpr,
     LOW_DTYPE: tl.constexpr, STEP: tl.constexpr, IS_ONE_STEP: tl.constexpr, IS_RANK_ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Quantize one block; the arithmetic is `reference.quantize_reference`, bit for bit. If there is a `STEP` along the rank, a
-    product is added first, and the sum rounded as `triton_merge` rounds it.
+    product is added first, and the sum rounded as `triton_merge` rounds it. If the scale is shared, a launch that `RAISES` has
+    found the maximum.
     """
     number = tl.load(tile_rows + tile).to(tl.int64)
     row = matrix + number * NUM_FIELDS
@@ -294,14 +297,18 @@ def _quantize_tile(
         x = x.to(tl.bfloat16)
     amax_bits = _amax_bits(x)
     x = x.to(tl.float32)
-    if CHECK:
+    if CHECK and (RAISES or not IS_SHARED):
         tl.store(status + tl.load(row + 11), 1, mask=amax_bits >= 0x7F800000)
-    if WRITE or COMPARE:
+    if RAISES:
+        tl.atomic_max(tl.load(row + 1).to(tl.pointer_type(tl.int32)), amax_bits, sem="relaxed")
+    elif WRITE or COMPARE:
+        if IS_SHARED:
+            amax_bits = tl.load(tl.load(row + 14).to(tl.pointer_type(tl.int32)))
         s = _scale_of(amax_bits, IS_UE8M0, IS_RECIPROCAL, AMAX_FLOOR)
         code = _code_of(x, s, DIVIDES, SATURATES)
         target_at = target + first_n.to(tl.int64) * target_row + first_k
         target_at += n[:, None] * target_row + k[None, :]
-        scale_at = scale + block_n * scale_row + block_k
+        scale_at = scale if IS_SHARED else scale + block_n * scale_row + block_k
         num_other = _put_codes(code, target_at, mask, WRITE, COMPARE)
         if WRITE:
             tl.store(scale_at, s)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from math import prod
 from typing import Protocol, TypeAlias, assert_never
 
 import torch
@@ -51,12 +52,19 @@ class Task:
     columns: tuple[int, int] | None = None
     """Number of columns of the box, and which of them the target's first one is, if a scale covers more than the target holds.
     Without it, the box has the target's shape."""
+    maximum: Tensor | None = None
+    """The largest magnitude (1,) float32 from which the scale follows, for `QUANTIZE` in a format with shared scales. Tasks of
+    `MAXIMUM`, whose target it is, have raised it."""
+    box_shape: tuple[int, ...] | None = None
+    """Shape of the box of `MAXIMUM`."""
     product: LowRank | None = None
     """Added to all of `source` before the box is taken; the sum is rounded to the source's dtype. See `rows.can_merge`."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the box."""
+        if self.box_shape is not None:
+            return self.box_shape
         shape = tuple(self.target.shape)
         return shape if self.columns is None else (*shape[:-1], self.columns[0])
 
@@ -176,12 +184,15 @@ def have_layouts(sources: Mapping[str, Tensor], layouts: Mapping[str, SourceLayo
 
 def is_empty(task: Task) -> bool:
     """Whether the task moves nothing."""
-    return not task.target.numel()
+    return not prod(task.shape)
 
 
 def assert_is_writable(task: Task) -> None:
     """Check that the live tensors are as the format says: dtype and placement."""
     if task.op is Op.COPY:
+        return
+    if task.op is Op.MAXIMUM:
+        assert task.target.dtype is torch.float32 and task.target.numel() == 1, f"{task.target=}"
         return
     assert task.format is not None, f"{task.op=}"
     dtype = task.format.scale_format.dtype if task.op is Op.COPY_SCALES else task.format.codes.dtype

@@ -149,13 +149,18 @@ class BlockFormat:
         if not is_pair or not all(isinstance(side, int) and side >= 1 for side in self.block_size):
             raise ValueError(f"block_size is {sides!r}; it must be two whole numbers of at least 1")
         object.__setattr__(self, "block_size", tuple(self.block_size))
-        if self.block_size[0] != 1 and self.amax_over.reaches_beyond:
-            raise ValueError(f"block_size is {sides!r}; a block of which ranks hold parts has one row")
+        if self.block_size[0] != 1 and not self.is_shared and self.amax_over.reaches_beyond:
+            raise ValueError(f"block_size is {sides!r}; a block of which ranks hold parts has one row, or is the matrix")
 
     @property
     def has_rows(self) -> bool:
         """Whether it has one scale per row."""
         return self.block_size == (1, WHOLE)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it has one scale per weight, which all matrices that are fused into one share."""
+        return self.block_size == (WHOLE, WHOLE)
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the scales of a matrix, or of a stack of matrices."""
@@ -205,6 +210,8 @@ class BlockFormat:
 
 PER_ROW = BlockFormat(block_size=(1, WHOLE), scale_format=ScaleFormat.FP32_DIVIDING, amax_over=AmaxOver.WHOLE_BLOCK)
 """FP8 per channel, as vLLM quantizes it: one scale per row, whichever part of the row a rank holds."""
+PER_TENSOR = BlockFormat(block_size=(WHOLE, WHOLE), amax_over=AmaxOver.WHOLE_BLOCK)
+"""FP8 per tensor, as vLLM quantizes it: one scale per weight, whichever part of it a rank holds."""
 
 
 class Container(StrEnum):

@@ -40,6 +40,9 @@ def _sharing(slots: Sequence[Slot]) -> Iterator[tuple[tuple[Slot, str], tuple[Sl
         for other in reaching:
             first, second = sorted((part, other), key=lambda one: one.slot)
             pair = first.slot, second.slot
+            group = slots[first.slot].group if first.name == second.name == "scale" else None
+            if group is not None and group == slots[second.slot].group:
+                continue
             if first.slot != second.slot and pair not in found and first.shares_with(second):
                 found.add(pair)
                 yield (slots[first.slot], first.name), (slots[second.slot], second.name)

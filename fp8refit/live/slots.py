@@ -38,6 +38,8 @@ class Op(StrEnum):
     """E4M3 bytes, bit for bit."""
     COPY_SCALES = "copy_scales"
     """float32 block scales, bit for bit."""
+    MAXIMUM = "maximum"
+    """The largest magnitude, of which with others' follows the scale that they share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +96,13 @@ class Slot:
     def is_quantized(self) -> bool:
         """Whether the engine holds this tensor as block FP8."""
         return self.format is not None
+
+    @property
+    def group(self) -> tuple[int, int] | None:
+        """What only those slots have in common that share a scale; None if it has its own scales, or none."""
+        if self.format is None or not self.format.is_shared or self.scale is None:
+            return None
+        return self.scale.untyped_storage()._cdata, self.scale.storage_offset()
 
     @property
     def source_dtype(self) -> torch.dtype:

@@ -227,7 +227,10 @@ class _Trial:
             name
             for name, slots in self._slots.items()
             if self._twin.written_as.get(name, (name,))
-            and all(slot.format is not None and slot.format.block_at(slot.origin) is not None for slot in slots)
+            and all(
+                slot.format is not None and not slot.format.is_shared and slot.format.block_at(slot.origin) is not None
+                for slot in slots
+            )
             and not any(stack.name == name and stack.is_transposed for stack in self._inventory.stacked)
         }
         in_part = [held for held in scaled if self._twin.tensors[held.twin_name].dtype is not FP8_DTYPE]

@@ -363,6 +363,8 @@ class Reading:
         block_format = common.get("format")
         if block_format is not None and block_format.amax_over.reaches_beyond and not self._twin.is_alone:
             fault = "is not copied in order, and its scales also cover what other ranks hold"
+        if block_format is not None and block_format.is_shared:
+            fault = "is not copied in order, and has one scale"
         if fault is not None:
             self._refuse(prefix, module, (f"`{name}` {fault}", "Leave this layer in BF16"))
             return

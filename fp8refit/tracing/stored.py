@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from math import prod
 from typing import assert_never
 
 import torch
@@ -31,11 +32,19 @@ def own_name(module: nn.Module, key: str) -> str:
 
 
 def _is_scale_of_codes(module: nn.Module, key: str) -> bool:
-    """Whether a tensor holds scales of blocks or rows of the E4M3 codes beside it: it has as many dimensions as they have."""
+    """Whether a tensor holds scales of the E4M3 codes beside it: of blocks or rows, with as many dimensions as they have, or one
+    for each matrix.
+    """
     scale, weight = (module._parameters.get(name) for name in (key, key.removesuffix("_scale")))
     if scale is None or weight is None or scale is weight:
         return False
-    return weight.dtype is FP8_DTYPE and scale.dtype is torch.float32 and scale.ndim == weight.ndim
+    is_scale = scale.ndim == weight.ndim or _is_of_matrices(scale, weight)
+    return weight.dtype is FP8_DTYPE and scale.dtype is torch.float32 and is_scale
+
+
+def _is_of_matrices(scale: Tensor, weight: Tensor) -> bool:
+    """Whether scales are one for each matrix of a weight."""
+    return scale.ndim < 2 <= weight.ndim and scale.numel() == prod(weight.shape[:-2])
 
 
 def own_tensors(module: nn.Module, kinds: Iterable[str] = ("_parameters", "_buffers")) -> Iterator[tuple[str, Tensor]]:
@@ -50,15 +59,18 @@ def own_tensors(module: nn.Module, kinds: Iterable[str] = ("_parameters", "_buff
                     values = values[:, 0, :, 0]
                 elif _is_transposed(module, key, values):
                     values = values.mT
+                elif name.endswith(SCALE_SUFFIX) and _is_of_matrices(values, module._parameters[key.removesuffix("_scale")]):
+                    values = values.view(*module._parameters[key.removesuffix("_scale")].shape[:-2], 1, 1)
                 yield name, values
 
 
 def _is_transposed(module: nn.Module, key: str, values: Tensor) -> bool:
-    """Whether codes with one scale per row are held as columns in the memory of rows, as kernels of such weights want them."""
+    """Whether codes with one scale per row or matrix are held as columns in the memory of rows, as their kernels want them."""
     scale = module._parameters.get(f"{key}_scale")
     if scale is None or values.dtype is not FP8_DTYPE or values.ndim != 2 or getattr(module, "weight_block_size", None):
         return False
-    return tuple(scale.shape) == (values.shape[1], 1) and values.mT.is_contiguous()
+    is_scaled = tuple(scale.shape) == (values.shape[1], 1) or _is_of_matrices(scale, values)
+    return is_scaled and values.mT.is_contiguous()
 
 
 def why_not_stored(rules: KernelRules, prefix: str, module: nn.Module, own: Mapping[str, Tensor]) -> Why:
@@ -111,7 +123,8 @@ def _why_not_row_major(name: str, weight: Tensor, scale: Tensor, block_format: B
     if weight.ndim not in (2, 3) or not weight.is_contiguous():
         return f"its `{name}` is not a row-major float8_e4m3fn matrix"
     *experts, rows, columns = weight.shape
-    halves = 2 if name == TWO_HALVES and rows // 2 % block_format.block_size[0] else 1
+    is_cut = not block_format.is_shared and rows // 2 % block_format.block_size[0]
+    halves = 2 if name == TWO_HALVES and is_cut else 1
     num_rows, num_columns = block_format.scale_shape((rows // halves, columns))
     expected = [*experts, halves * num_rows, num_columns]
     if scale.dtype is not block_format.scale_format.dtype or list(scale.shape) != expected or not scale.is_contiguous():
@@ -168,6 +181,8 @@ def block_rows(
     rows, columns = weight.shape[-2:]
     block_n, block_k = block_format.block_size
     parts = {boxes.into[-2] for boxes in pieces}
+    if block_format.is_shared:
+        return dict.fromkeys((start for start, _ in parts), 0)
     if not all(_is_on_grid(boxes.into[-1], block_k, columns) for boxes in pieces):
         return None
     if scale.shape[-2] != -(-rows // block_n):

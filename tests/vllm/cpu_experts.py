@@ -85,7 +85,7 @@ def register(kind: str) -> None:
     fp8_utils.is_deep_gemm_e8m0_used = deep_gemm.is_deep_gemm_e8m0_used = lambda: kind == "ue8m0"
     fp8_utils.deepgemm_post_process_weight_scale_block = lambda *, ws, **layout: ws
     _custom_ops.topk_softmax = _topk_softmax
-    _custom_ops.scaled_fp8_quant = _per_token
+    _custom_ops.scaled_fp8_quant = _scaled_fp8_quant
     # vLLM's CPU worker makes no workspace, and its model runner resets what there is as it shuts down.
     modular_kernel.current_workspace_manager = lambda: _WORKSPACE
 
@@ -98,9 +98,13 @@ def _topk_softmax(weights_NK, ids_NK, token_expert_indices, scores_NE, renormali
     ids_NK.copy_(ids)
 
 
-def _per_token(x_NK, scale=None, use_per_token_if_dynamic=False, **options):
-    """As vLLM's kernel for GPUs quantizes rows: `dynamic_per_token_scaled_fp8_quant`."""
-    assert scale is None and use_per_token_if_dynamic and not options
-    largest = x_NK.float().abs().amax(dim=1, keepdim=True)
-    scale_N1 = (largest / torch.tensor(448.0)).clamp_min(1 / (448 * 512))
-    return (x_NK / scale_N1).clamp(-448, 448).to(torch.float8_e4m3fn), scale_N1
+def _scaled_fp8_quant(x_NK, scale=None, use_per_token_if_dynamic=False, **options):
+    """As vLLM's kernels for GPUs: by the reciprocal of a given scale, or of the tensor's own; rows are divided."""
+    assert not options
+    if use_per_token_if_dynamic:
+        assert scale is None
+        largest_N1 = x_NK.float().abs().amax(dim=1, keepdim=True)
+        scale_N1 = (largest_N1 / torch.tensor(448.0)).clamp_min(1 / (448 * 512))
+        return (x_NK / scale_N1).clamp(-448, 448).to(torch.float8_e4m3fn), scale_N1
+    scale_1 = x_NK.float().abs().amax().reshape(1) / torch.tensor(448.0) if scale is None else scale
+    return (x_NK.float() * (1 / scale_1)).clamp(-448, 448).to(torch.float8_e4m3fn), scale_1
