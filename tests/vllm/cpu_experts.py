@@ -64,6 +64,8 @@ class UpFirstExperts(ReferenceExperts):
 
 def _dequantize(codes, scale):
     rows, columns = codes.shape[1:]
+    if scale.ndim == 1:
+        scale = scale.view(-1, 1, 1).expand(-1, rows, 1)
     if scale.shape[1:] == (rows, 1):
         return (codes.float() * scale).double()
     scale_of_each = scale.repeat_interleave(128, 1)[:, :rows].repeat_interleave(128, 2)[:, :, :columns]

@@ -16,6 +16,9 @@ CASES = [
     ("core in process", "qwen3_moe", "fp8_per_channel"),
     ("expert parallel", "qwen3_moe", "fp8_per_channel"),
     ("expert parallel", "qwen3_moe", "compressed-tensors, per channel"),
+    ("core in process", "qwen2_wide", "fp8_per_tensor"),
+    ("core in process", "qwen3_moe", "fp8_per_tensor"),
+    ("expert parallel", "qwen3_moe", "fp8_per_tensor"),
     ("multi-process", "qwen3", "modelopt"),
     ("expert parallel", "qwen3_moe", "compressed-tensors"),
 ]
