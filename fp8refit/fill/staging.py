@@ -98,8 +98,8 @@ class Staging:
     def add_rows(self, step: Step, rows: Tensor, first_row: int) -> None:
         """Stage what `step` reads of some rows of its tensor, from `first_row`. Runs of rows arrive in order."""
         for first, run in self.runs_of(step, rows, first_row):
-            task = bind(step, self._slots[step.slot], run, self.config, self._maxima)
-            task = cut_to_run(task, first, run.shape[0])
+            whole = bind(step, self._slots[step.slot], run, self.config, self._maxima)
+            task = cut_to_run(whole, first, run.shape[0])
             if task is not None:
                 self._stage(step.source, task, is_stable=False)
 

@@ -223,16 +223,16 @@ class StreamWriter:
 
     def _take_whole(self, name: str, tensor: Tensor | StoredTensor, *, is_lent: bool) -> None:
         self.check_is_complete()
-        read_box: ReadBox | None = None
         if isinstance(tensor, StoredTensor):
-            tensor, read_box = tensor.meta, tensor.read_box
+            values, read_box = tensor.meta, tensor.read_box
         else:
             check_readable(name, tensor)
-        steps = self._arrivals.steps_of(name, TensorMeta.of(tensor))
+            values, read_box = tensor, None
+        steps = self._arrivals.steps_of(name, TensorMeta.of(values))
         if share_scales(steps) and not self._arrivals.is_second(name):
-            self._take_shared(_Shared(name=name, tensor=tensor, steps=steps, read_box=read_box), is_lent=is_lent)
+            self._take_shared(_Shared(name=name, tensor=values, steps=steps, read_box=read_box), is_lent=is_lent)
         else:
-            self._stage(name, steps, tensor, read_box)
+            self._stage(name, steps, values, read_box)
 
     def _take_shared(self, shared: "_Shared", *, is_lent: bool) -> None:
         """Fill from a tensor whose slots may share scales with others, once all of these are there."""

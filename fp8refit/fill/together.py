@@ -32,10 +32,12 @@ class Together(Generic[ItemT]):
 
     def is_last(self, steps: Sequence[Step]) -> bool:
         """Whether a tensor that just came, with these steps, is the only one that its slots need."""
-        return not self._waiting and all(self._lacking[group] <= {step.slot for step in steps} for group in self._groups(steps))
+        return not self._waiting and all(
+            self._lacking[group] <= {step.slot for step in steps} for group in self._groups(steps)
+        )
 
     def add(self, item: ItemT, steps: Sequence[Step]) -> list[ItemT]:
-        """Add a tensor with its steps. Returns it and others if nothing is lacking any more, in the order in which they came."""
+        """Add a tensor with its steps. Returns those that lack nothing any more, in the order in which they came."""
         groups = set(self._groups(steps))
         for group in groups:
             self._lacking[group] -= {step.slot for step in steps}

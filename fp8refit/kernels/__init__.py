@@ -1,5 +1,7 @@
 """Plain functions over the kernels. Nothing outside this package uses Triton; CPU tensors take the torch reference."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -91,7 +93,12 @@ def quantize_matrix(weight: Tensor, block_format: BlockFormat) -> tuple[Tensor, 
         format=block_format,
         round_to_bf16=False,
     )
-    table = compile_table([task], weight.device)
+    tasks = [task]
+    if block_format.is_shared:
+        maximum = torch.zeros(1, dtype=torch.float32, device=weight.device)
+        found = replace(task, op=Op.MAXIMUM, target=maximum, scale=None, box_shape=tuple(weight.shape))
+        tasks = [found, replace(task, maximum=maximum)]
+    table = compile_table(tasks, weight.device)
     table.launch(check=True)
     if table.bad_tasks():
         raise NonFiniteError(["weight"], written=False)

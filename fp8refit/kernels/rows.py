@@ -231,7 +231,9 @@ def _rows_of(index: int, task: Task) -> list[tuple[Kind, Row, int]]:
     if task.op is Op.QUANTIZE:
         assert task.scale is not None and task.format is not None and box.ndim == 2, f"{task=}"
         has_rows = task.format.has_rows
-        has_kernel = has_rows or task.maximum is not None or (WHOLE not in task.format.block_size and task.columns is None)
+        has_kernel = (
+            has_rows or task.maximum is not None or (WHOLE not in task.format.block_size and task.columns is None)
+        )
         assert has_kernel, f"{task.format}: no kernel takes one maximum of so many values"
         pieces = [(box, task.target)]
     elif task.op is Op.MAXIMUM:

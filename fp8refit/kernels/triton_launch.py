@@ -234,8 +234,8 @@ def _quantize_tiles(
         if first + index < num_tiles:
             _quantize_tile(
                 matrix, tile_rows, status, differs, products, shift, first_tile + first + index, SOURCE, TARGET, NUM_FIELDS,
-                BLOCK_N, BLOCK_K, TILE_N, TILE_K, IS_UE8M0, IS_RECIPROCAL, AMAX_FLOOR, DIVIDES, ROUND_TO_BF16, RAISES, IS_SHARED,
-                SATURATES, IS_ALIGNED, CHECK, WRITE, COMPARE, LOW_DTYPE, STEP, IS_ONE_STEP, IS_RANK_ALIGNED,
+                BLOCK_N, BLOCK_K, TILE_N, TILE_K, IS_UE8M0, IS_RECIPROCAL, AMAX_FLOOR, DIVIDES, ROUND_TO_BF16, RAISES,
+                IS_SHARED, SATURATES, IS_ALIGNED, CHECK, WRITE, COMPARE, LOW_DTYPE, STEP, IS_ONE_STEP, IS_RANK_ALIGNED,
             )  # fmt: skip
 
 
@@ -370,7 +370,7 @@ def _quantize_rows(
     VALUES: tl.constexpr = tl.bfloat16 if ROUND_TO_BF16 else SOURCE
     is_short: tl.constexpr = VALUES.primitive_bitwidth == 16
     largest = tl.zeros((TILE_N, TILE_K), tl.int16 if is_short else tl.int32)
-    parts = ()
+    parts = tl.tuple([])
     if NUM_PARTS:
         for part in tl.static_range(NUM_PARTS):
             x = _part_of_rows(source_at, part * TILE_K, source_col, is_row, k, num_cols, VALUES)

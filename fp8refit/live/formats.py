@@ -150,7 +150,9 @@ class BlockFormat:
             raise ValueError(f"block_size is {sides!r}; it must be two whole numbers of at least 1")
         object.__setattr__(self, "block_size", tuple(self.block_size))
         if self.block_size[0] != 1 and not self.is_shared and self.amax_over.reaches_beyond:
-            raise ValueError(f"block_size is {sides!r}; a block of which ranks hold parts has one row, or is the matrix")
+            raise ValueError(
+                f"block_size is {sides!r}; a block of which ranks hold parts has one row, or is the matrix"
+            )
 
     @property
     def has_rows(self) -> bool:

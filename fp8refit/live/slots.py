@@ -102,7 +102,7 @@ class Slot:
         """What only those slots have in common that share a scale; None if it has its own scales, or none."""
         if self.format is None or not self.format.is_shared or self.scale is None:
             return None
-        return self.scale.untyped_storage()._cdata, self.scale.storage_offset()
+        return self.scale.untyped_storage()._cdata, int(self.scale.storage_offset())
 
     @property
     def source_dtype(self) -> torch.dtype:

@@ -32,14 +32,17 @@ def own_name(module: nn.Module, key: str) -> str:
 
 
 def _is_scale_of_codes(module: nn.Module, key: str) -> bool:
-    """Whether a tensor holds scales of the E4M3 codes beside it: of blocks or rows, with as many dimensions as they have, or one
-    for each matrix.
-    """
-    scale, weight = (module._parameters.get(name) for name in (key, key.removesuffix("_scale")))
+    """Whether a tensor holds scales of the E4M3 codes beside it: of blocks or rows, or one for each matrix."""
+    scale, weight = module._parameters.get(key), _codes_of(module, key)
     if scale is None or weight is None or scale is weight:
         return False
     is_scale = scale.ndim == weight.ndim or _is_of_matrices(scale, weight)
     return weight.dtype is FP8_DTYPE and scale.dtype is torch.float32 and is_scale
+
+
+def _codes_of(module: nn.Module, key: str) -> Tensor | None:
+    """The codes beside a scale."""
+    return module._parameters.get(key.removesuffix("_scale"))
 
 
 def _is_of_matrices(scale: Tensor, weight: Tensor) -> bool:
@@ -54,13 +57,13 @@ def own_tensors(module: nn.Module, kinds: Iterable[str] = ("_parameters", "_buff
     for kind in kinds:
         for key, tensor in getattr(module, kind).items():
             if tensor is not None:
-                name, values = own_name(module, key), tensor.data
+                name, values, codes = own_name(module, key), tensor.data, _codes_of(module, key)
                 if name.endswith(SCALE_SUFFIX) and values.ndim == 4:
                     values = values[:, 0, :, 0]
                 elif _is_transposed(module, key, values):
                     values = values.mT
-                elif name.endswith(SCALE_SUFFIX) and _is_of_matrices(values, module._parameters[key.removesuffix("_scale")]):
-                    values = values.view(*module._parameters[key.removesuffix("_scale")].shape[:-2], 1, 1)
+                elif name.endswith(SCALE_SUFFIX) and codes is not None and _is_of_matrices(values, codes):
+                    values = values.view(*codes.shape[:-2], 1, 1)
                 yield name, values
 
 

@@ -36,6 +36,7 @@ CONFIGS = {
         {"strategy": "block", "block_structure": [128, 128]}, {"strategy": "group", "group_size": 128}
     ),
     "compressed-tensors, per channel": compressed({"strategy": "channel"}, {"strategy": "token"}),
+    "compressed-tensors, per tensor": compressed({"strategy": "tensor"}, {"strategy": "token"}),
     "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "ignore": ["lm_head"]},
 }
 """What published checkpoints say that hold FP8, by container."""

@@ -23,7 +23,7 @@ from fp8refit.kernels.triton_groups import quantize_groups
 from fp8refit.kernels.triton_merge import add_product_triton, add_products_triton
 from fp8refit.kernels.triton_table import TritonTable
 from fp8refit.kernels.work import Action, Task
-from fp8refit.live.formats import PER_ROW, BlockFormat, ScaleFormat
+from fp8refit.live.formats import PER_ROW, PER_TENSOR, BlockFormat, ScaleFormat
 from fp8refit.live.slots import Op
 
 
@@ -72,6 +72,7 @@ def main() -> None:
         for columns in (100, 4096, 12288, 20000):
             launch_all([rows_task(torch.zeros(4, columns, dtype=dtype))])
         launch_all([rows_task(torch.zeros(4096, 4, dtype=dtype).t())])
+        launch_all(shared_tasks(torch.zeros(4, 4096, dtype=dtype)))
         launch_all([replace(task(Op.QUANTIZE, weight), product=LowRank(up, down, 0.5))])
     in_steps = LowRank(torch.zeros(256, 100).bfloat16(), torch.zeros(100, 384).bfloat16(), 0.5)
     launch_all([replace(task(Op.QUANTIZE, torch.zeros(256, 384).bfloat16()), product=in_steps)])
@@ -107,6 +108,16 @@ def rows_task(source: torch.Tensor) -> Task:
     target = torch.empty(source.shape).to(torch.float8_e4m3fn)
     scale = torch.empty(len(source), 1)
     return Task(op=Op.QUANTIZE, source=source, offset=(0, 0), target=target, scale=scale, format=PER_ROW)
+
+
+def shared_tasks(source: torch.Tensor) -> list[Task]:
+    """One scale for all of a matrix."""
+    target, maximum = torch.empty(source.shape).to(torch.float8_e4m3fn), torch.zeros(1)
+    common = {"source": source, "offset": (0, 0), "format": PER_TENSOR}
+    return [
+        Task(op=Op.MAXIMUM, target=maximum, box_shape=tuple(source.shape), **common),
+        Task(op=Op.QUANTIZE, target=target, scale=torch.empty(1, 1), maximum=maximum, **common),
+    ]
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from fp8refit import NonFiniteError, dequantize_blockwise, quantize_blockwise
 from fp8refit.kernels import quantize_matrix
 from fp8refit.kernels.reference import block_scales, quantize_reference
+from fp8refit.kernels.reference_table import ReferenceTable
 from fp8refit.kernels.triton_table import TritonTable
-from fp8refit.kernels.work import Action
-from fp8refit.live.formats import PER_ROW, WHOLE, BlockFormat, ScaleFormat
-from fp8refit.live.slots import FP8_DTYPE, SOURCE_DTYPES
+from fp8refit.kernels.work import Action, Task
+from fp8refit.live.formats import PER_ROW, PER_TENSOR, WHOLE, BlockFormat, ScaleFormat
+from fp8refit.live.slots import FP8_DTYPE, SOURCE_DTYPES, Op
 from tests.kernels.tables import assert_same_as_reference, quantize_task
 
 # The interpreter multiplies Inf by the zero that is its block's inverse scale.
@@ -152,6 +153,66 @@ def test_a_row_is_divided_by_its_scale_as_vllm_divides(device):
     assert assert_same_as_reference([task]) == []
     other, _ = quantize_matrix(source, replace(PER_ROW, scale_format=ScaleFormat.FP32))
     assert not torch.equal(codes.view(torch.uint8), other.view(torch.uint8))
+
+
+def sharing(sources: list[torch.Tensor], held: tuple[slice, slice] = (slice(None), slice(None))) -> list[Task]:
+    """Tasks that quantize parts of matrices with one scale, which is that of all values of all of them."""
+    device = sources[0].device
+    maximum, scale = torch.zeros(1, device=device), torch.full((1, 1), -7.0, device=device)
+    tasks: list[Task] = []
+    for source in sources:
+        offset = tuple(each.start or 0 for each in held)
+        task = quantize_task(source, block_size=(WHOLE, WHOLE), offset=offset, shape=tuple(source[held].shape))
+        task = replace(task, format=PER_TENSOR, scale=scale, maximum=maximum)
+        whole = replace(task, op=Op.MAXIMUM, target=maximum, scale=None, maximum=None, offset=(0, 0))
+        tasks += [task, replace(whole, box_shape=tuple(source.shape))]
+    return tasks
+
+
+@pytest.mark.parametrize(
+    "held", [(slice(None), slice(None)), (slice(32, 96), slice(16, 80)), (slice(3, 40), slice(5, 6))]
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", SOURCE_DTYPES)
+def test_a_shared_scale_covers_all_values_of_all_matrices(dtype, layout, held, device):
+    """The largest is in the last one, where nobody holds it."""
+    sources = [LAYOUTS[layout](random_matrix(rows, 208, dtype).to(device)) for rows in (300, 150)]
+    sources[1][-1, -1] = 300
+    tasks, expected = sharing(sources, held), sharing(sources, held)
+    table, reference = TritonTable(tasks, device), ReferenceTable(expected)
+    for each in (table, reference):
+        each.launch(check=True)
+        assert each.bad_tasks() == []
+    assert torch.equal(tasks[0].scale, torch.tensor([[300.0]], device=device) / torch.tensor(448.0, device=device))
+    for task, other in zip(tasks, expected, strict=True):
+        assert torch.equal(task.target.view(torch.uint8), other.target.view(torch.uint8))
+    for source, task in zip(sources, tasks[::2], strict=True):
+        codes, _, _ = quantize_reference(source[held].float(), PER_TENSOR, given=tasks[0].scale)
+        assert torch.equal(task.target.view(torch.uint8), codes.view(torch.uint8))
+    for each, compared in ((table, tasks), (reference, expected)):
+        each.launch(check=True, action=Action.COMPARE)
+        assert each.differing_tasks() == []
+        compared[2].target.view(torch.uint8)[0, 0] ^= 1
+        each.launch(check=True, action=Action.COMPARE)
+        assert each.differing_tasks() == [2]
+
+
+def test_what_is_not_finite_is_named_where_it_is_although_the_scale_is_shared(device):
+    sources = [random_matrix(64, 208, torch.bfloat16).to(device) for _ in range(3)]
+    sources[1][63, 200] = torch.nan
+    tasks = sharing(sources, (slice(0, 32), slice(None)))
+    for table in (TritonTable(tasks, device), ReferenceTable(tasks)):
+        table.launch(check=True, action=Action.CHECK)
+        assert table.bad_tasks() == [3]
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-38, 448.0, torch.finfo(torch.bfloat16).max])
+def test_one_function_quantizes_with_one_scale(value, device):
+    weight = random_matrix(130, 140, torch.bfloat16).to(device).clamp(-1, 1) * value
+    codes, scale = quantize_matrix(weight, PER_TENSOR)
+    expected, expected_scale, _ = quantize_reference(weight, PER_TENSOR)
+    assert scale.shape == (1, 1) and torch.equal(scale, expected_scale)
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("value", SPECIALS.values(), ids=SPECIALS.keys())
