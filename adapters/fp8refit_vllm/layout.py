@@ -52,7 +52,7 @@ class VllmRules:
 
     no_block_fp8 = (
         "Boot from an FP8 checkpoint with scales per block or row (fp8refit quantize), or with "
-        'quantization="fp8_per_block" or "fp8_per_channel"'
+        'quantization="fp8_per_block", "fp8_per_channel" or "fp8_per_tensor"'
     )
     other_quantization = no_block_fp8
     absorbed = _ABSORBED

@@ -167,6 +167,8 @@ def _judge(
         slot = slots[next(iter(stack.parts))]
     if slot is None:
         return _copied(name, meta, meta.dtype) if is_unneeded(name) else "this engine has no such weight"
+    if slot.format is not None and slot.format.is_shared:
+        return f"this engine holds it with one scale, which no checkpoint is written with; {_BOOT_BF16}"
     if slot.is_rearranged:
         return f"this model's checkpoints hold it in an order that does not match its blocks; {_BOOT_BF16}"
     if not written:

@@ -294,6 +294,8 @@ def quantization_config(
 def _config_of_fp8(block_format: BlockFormat, kept: list[str], container: Container) -> dict[str, object]:
     """As vLLM's `Fp8Config`, `CompressedTensorsConfig` and `ModelOptFp8Config` read it."""
     block_size, has_rows = block_format.block_size, block_format.has_rows
+    if block_format.is_shared:
+        raise ValueError("checkpoints with one scale per weight are not written; use one scale per row or block")
     if has_rows and not container.has_rows:
         raise ValueError(f"container {container} has no scales per row; use {Container.COMPRESSED_TENSORS}")
     match container:

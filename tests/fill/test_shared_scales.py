@@ -1,0 +1,251 @@
+"""Slots that share one scale: the same bytes from every kind of source, and what is refused."""
+
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fp8refit.config import RefitConfig
+from fp8refit.errors import InvalidSourceError, NonFiniteError, UnsupportedEngineError
+from fp8refit.fill.from_buckets import ReceivedSource
+from fp8refit.fill.plan import PlanBuilder
+from fp8refit.fill.together import Together
+from fp8refit.kernels.reference import quantize_reference
+from fp8refit.live.formats import PER_TENSOR, AmaxOver
+from fp8refit.live.overlaps import shared_bytes
+from fp8refit.live.slots import FP8_DTYPE, Inventory, Op, Slot, Stacked, TensorMeta
+from fp8refit.ranks.target import Target
+from fp8refit.sources.row_runs import Piece
+from fp8refit.sources.source import PushedSource, as_source
+from tests.fakes import bytes_of, refit_target
+
+ROWS = {"q": 192, "k": 64, "v": 64, "o": 96}
+COLUMNS = 320
+CPU = torch.device("cpu")
+
+
+def read(tensor: torch.Tensor) -> torch.Tensor:
+    """What is quantized: float32 is rounded first."""
+    return tensor.to(torch.bfloat16) if tensor.dtype is torch.float32 else tensor
+
+
+class Rank:
+    """One of two ranks that hold the columns of a weight fused of q, k and v, all of `o`, and a norm.
+
+    The largest value of a policy is in the last row of k, in the first rank's columns.
+    """
+
+    def __init__(self, place: int = 0) -> None:
+        self.columns = slice(place * COLUMNS // 2, (place + 1) * COLUMNS // 2)
+        names = ("q", "k", "v")
+        self.fused = torch.zeros(sum(ROWS[name] for name in names), COLUMNS // 2).to(FP8_DTYPE)
+        self.scale = torch.zeros(1, 1)
+        self.o, self.scale_of_o = torch.zeros(ROWS["o"], COLUMNS).to(FP8_DTYPE), torch.zeros(1, 1)
+        self.norm = torch.zeros(COLUMNS, dtype=torch.bfloat16)
+        parts = self.fused.split([ROWS[name] for name in names])
+        self.slots = (
+            *(
+                Slot(
+                    name=name,
+                    full_shape=(ROWS[name], COLUMNS),
+                    weight=part,
+                    offset=(0, self.columns.start),
+                    scale=self.scale,
+                    format=PER_TENSOR,
+                )
+                for name, part in zip(names, parts, strict=True)
+            ),
+            Slot(
+                name="o",
+                full_shape=(ROWS["o"], COLUMNS),
+                weight=self.o,
+                scale=self.scale_of_o,
+                format=PER_TENSOR,
+            ),
+            Slot(name="norm", full_shape=(COLUMNS,), weight=self.norm),
+        )
+        self.target = Target(lambda: Inventory(slots=self.slots), device=CPU, engine="fake", versions={})
+
+    def refit(self, source: object, **options: object) -> None:
+        refit_target(self.target, source, **options)
+
+    def assert_holds(self, policy: dict[str, torch.Tensor]) -> None:
+        codes, scale, _ = quantize_reference(read(torch.cat([policy[name] for name in ("q", "k", "v")])), PER_TENSOR)
+        assert torch.equal(self.scale, scale) and bytes_of(self.fused) == bytes_of(codes[:, self.columns])
+        codes, scale, _ = quantize_reference(read(policy["o"]), PER_TENSOR)
+        assert torch.equal(self.scale_of_o, scale) and bytes_of(self.o) == bytes_of(codes)
+        assert torch.equal(self.norm, policy["norm"].to(torch.bfloat16))
+
+
+def policy_of(seed: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    policy = {name: torch.randn(rows, COLUMNS, generator=generator).to(dtype) for name, rows in ROWS.items()}
+    policy["k"][-1, 3] = 10 + seed
+    return policy | {"norm": torch.randn(COLUMNS, generator=generator).to(dtype)}
+
+
+def lent(policy: dict[str, torch.Tensor]):
+    """Each tensor is overwritten when the next is asked for."""
+    for name, tensor in policy.items():
+        yield name, (mine := tensor.clone())
+        mine.fill_(torch.nan)
+
+
+def in_rows(policy: dict[str, torch.Tensor], count: int):
+    for name, tensor in policy.items():
+        for first in range(0, len(tensor), count):
+            run = tensor[first : first + count].clone()
+            yield Piece(name=name, first_row=first, tensor=run, full_shape=tuple(tensor.shape))
+            run.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", ["mapping", "stream", "manifest", "lent", "files", "reversed", "from parts"])
+def test_every_source_gives_the_scale_of_all_that_is_fused(kind, dtype, place, tmp_path: Path):
+    rank = Rank(place)
+    for seed in (1, 2, 1):  # the largest value falls, too
+        policy = policy_of(seed, dtype)
+        save_file(policy, tmp_path / "model.safetensors")
+        manifest = {name: TensorMeta.of(tensor) for name, tensor in policy.items()}
+        make = {
+            "mapping": lambda p: as_source(p),
+            "stream": lambda p: as_source(iter(p.items())),
+            "manifest": lambda p: as_source(lent(p), manifest=manifest),  # noqa: B023
+            "lent": lambda p: as_source(lent(p)),
+            "files": lambda _: as_source(tmp_path),
+            "reversed": lambda p: as_source(lent(dict(reversed(p.items())))),
+            "from parts": lambda p: as_source({name: tensor[:] for name, tensor in p.items()}),
+        }[kind]
+        rank.refit(make(policy), bucket_bytes=1 << 20)
+        rank.assert_holds(policy)
+
+
+@pytest.mark.parametrize("count", [1, 37, 1000])
+def test_tensors_may_be_pushed_in_rows(count):
+    rank, policy = Rank(), policy_of(3)
+    prepared = rank.target.prepare(PushedSource(None), RefitConfig())
+    rank.target.begin(prepared)
+    rank.target.push(in_rows(policy, count))
+    rank.target.finish()
+    rank.target.commit()
+    rank.assert_holds(policy)
+
+
+@pytest.mark.parametrize("order", permutations("qkv"))
+def test_nothing_is_written_before_all_that_is_fused_has_come(order):
+    rank, policy = Rank(), policy_of(4)
+    rank.refit(as_source(policy_of(1)))
+    before = rank.fused.clone(), rank.scale.clone()
+    rank.target.begin(rank.target.prepare(PushedSource(None), RefitConfig()))
+    for name in order[:2]:
+        rank.target.push(iter([(name, policy[name])]))
+    assert bytes_of(rank.fused) == bytes_of(before[0]) and torch.equal(rank.scale, before[1])
+    rank.target.push(iter([(name, policy[name]) for name in (order[2], "o", "norm")]))
+    rank.target.finish()
+    rank.target.commit()
+    rank.assert_holds(policy)
+
+
+def test_a_comparison_finds_what_differs_and_changes_nothing():
+    rank = Rank()
+    rank.refit(as_source(policy_of(1)))
+    other = policy_of(1)
+    other["k"][-1, 3] *= 2
+    for policy, differing in ((policy_of(1), set()), (other, {"q", "k", "v"})):
+        prepared = rank.target.prepare(as_source(policy), RefitConfig(), compares=True)
+        assert set(rank.target.write(prepared).differing) == differing
+    rank.assert_holds(policy_of(1))
+
+
+@pytest.mark.parametrize("mode", ["strict", "fused"])
+def test_nan_is_named_and_the_next_policy_heals(mode):
+    rank, bad = Rank(), policy_of(2)
+    rank.refit(as_source(policy_of(1)))
+    bad["v"][5, 5] = torch.nan
+    with pytest.raises(NonFiniteError) as raised:
+        rank.refit(as_source(bad), validate=mode)
+    assert raised.value.names == ("v",)
+    rank.target.abandon()
+    if mode == "strict":
+        rank.assert_holds(policy_of(1))
+    rank.refit(as_source(policy_of(3)))
+    rank.assert_holds(policy_of(3))
+
+
+def test_what_shares_a_scale_is_kept_whole_or_not_at_all():
+    rank, policy = Rank(), policy_of(2)
+    rank.refit(as_source(policy_of(1)))
+    with pytest.raises(InvalidSourceError) as raised:
+        rank.refit(as_source({name: policy[name] for name in ("q", "v", "o", "norm")}), keep=("k",))
+    assert raised.value.problems == ("k: is kept, but shares one scale with q; send both or keep both",)
+    rank.refit(as_source({name: policy[name] for name in ("o", "norm")}), keep=("q", "k", "v"))
+    rank.assert_holds({**policy_of(1), "o": policy["o"], "norm": policy["norm"]})
+
+
+def test_fp8_and_broadcasts_are_refused_by_name():
+    rank, policy = Rank(), policy_of(1)
+    codes = policy | {"o": policy["o"].to(FP8_DTYPE), "o_scale_inv": torch.ones(1, 1)}
+    with pytest.raises(InvalidSourceError, match="o: is FP8, but this engine holds it with one scale, maybe also for others"):
+        rank.refit(as_source(codes))
+    with pytest.raises(UnsupportedEngineError, match="q has one scale for all of it, which a broadcast does not find"):
+        rank.target.prepare(ReceivedSource([], [], []), RefitConfig())
+
+
+def test_steps_that_find_a_maximum_read_the_whole_tensor_or_the_ranks_own_part():
+    slots = Rank(1).slots
+    plan = PlanBuilder(slots).plan({slot.name: TensorMeta(shape=slot.full_shape, dtype=torch.bfloat16) for slot in slots})
+    steps = [(step.op, step.offset, step.shape) for step in plan.steps if step.source == "k"]
+    assert steps == [(Op.MAXIMUM, (0, 0), (64, 320)), (Op.QUANTIZE, (0, 160), (64, 160))]
+    own = [replace(slot, format=replace(PER_TENSOR, amax_over=AmaxOver.OWN_SLICE)) for slot in slots[:4]]
+    plan = PlanBuilder((*own, slots[4])).plan(
+        {slot.name: TensorMeta(shape=slot.full_shape, dtype=torch.bfloat16) for slot in slots}
+    )
+    steps = [(step.op, step.offset, step.shape) for step in plan.steps if step.source == "k"]
+    assert steps == [(Op.MAXIMUM, (0, 160), (64, 160)), (Op.QUANTIZE, (0, 160), (64, 160))]
+
+
+def test_a_stack_of_experts_has_one_scale_for_each_expert():
+    weight, scale = torch.zeros(2, 8, 16).to(FP8_DTYPE), torch.zeros(2)
+    slots = tuple(
+        Slot(
+            name=f"experts.{expert}.{part}",
+            full_shape=(4, 16),
+            weight=weight[expert, 4 * half : 4 * half + 4],
+            scale=scale[expert].view(1, 1),
+            format=PER_TENSOR,
+        )
+        for expert in range(2)
+        for half, part in enumerate(("gate", "up"))
+    )
+    parts = {slot.name: (index // 2, 4 * (index % 2)) for index, slot in enumerate(slots)}
+    stacked = (Stacked(name="experts", shape=(2, 8, 16), parts=parts),)
+    target = Target(lambda: Inventory(slots=slots, stacked=stacked), device=CPU, engine="fake", versions={})
+    policy = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    for sent in ({"experts": policy}, {name: policy[e, row : row + 4] for name, (e, row) in parts.items()}):
+        for source in (as_source(sent), as_source(iter(sent.items()))):
+            scale.zero_()
+            refit_target(target, source)
+            for expert in range(2):
+                codes, expected, _ = quantize_reference(policy[expert], PER_TENSOR)
+                assert bytes_of(weight[expert]) == bytes_of(codes) and scale[expert] == expected
+
+
+def test_a_shared_scale_is_no_overlap_but_weights_that_share_bytes_are():
+    slots = Rank().slots
+    assert shared_bytes(slots) == []
+    (refusal,) = shared_bytes((slots[0], replace(slots[1], weight=slots[0].weight[:64])))
+    assert "its weight shares memory" in refusal.reason
+
+
+def test_what_waits_is_let_go():
+    slots = Rank().slots
+    plan = PlanBuilder(slots).plan({slot.name: TensorMeta(shape=slot.full_shape, dtype=torch.bfloat16) for slot in slots})
+    steps = {name: [step for step in plan.steps if step.source == name] for name in ROWS}
+    together = Together[str](slots)
+    assert together.is_last(steps["o"]) and not together.is_last(steps["q"])
+    assert together.add("q", steps["q"]) == [] and together.add("o", steps["o"]) == ["o"]
+    assert together.add("k", steps["k"]) == [] and together.add("v", steps["v"]) == ["q", "k", "v"]
