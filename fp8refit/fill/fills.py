@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 
 from fp8refit.config import KvOrder, RefitConfig
-from fp8refit.errors import InvalidSourceError, NonFiniteError, RefitError, StagingMemoryError, UnsupportedEngineError
+from fp8refit.errors import InvalidSourceError, NonFiniteError, RefitError, StagingMemoryError
 from fp8refit.fill.arrivals import Arrivals, Expected, by_source
 from fp8refit.fill.direct import DirectFill
 from fp8refit.fill.fill import Fill
@@ -177,17 +177,11 @@ class Fills:
         return resident, StreamFill(source, Arrivals(rest), self._staging(source, action))
 
     def _prepare_received(self, source: ReceivedSource) -> ReceivedFill:
-        if self._maxima:
-            shared = next(slot.name for slot in self._inventory.slots if slot.group is not None)
-            raise UnsupportedEngineError(
-                f"{shared} has one scale for all of it, which a broadcast does not find; send the policy as a state dict, a "
-                "stream or files, or boot with one scale per row or block"
-            )
-        received = self._received
+        received, slots = self._received, self._inventory.slots
         if received is None or not received.renew(source, self._config):
             plan = self._builder(source.problems).plan(source.metadata or {})
             self._received = None
-            self._received = received = ReceivedFill(plan, self._inventory.slots, source, self._device, self._config)
+            self._received = received = ReceivedFill(plan, slots, source, self._device, self._config, self._maxima)
         self._check_scales(received.plan, source)
         return received
 

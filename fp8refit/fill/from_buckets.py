@@ -15,12 +15,14 @@ from fp8refit.config import RefitConfig
 from fp8refit.errors import InvalidSourceError, TransportError
 from fp8refit.fill.arrivals import by_source
 from fp8refit.fill.fill import Arriving, Fill
-from fp8refit.fill.plan import RefitPlan
+from fp8refit.fill.plan import RefitPlan, Step
 from fp8refit.fill.program import Flags, Launched, Program
 from fp8refit.fill.row_tasks import cut_to_run
-from fp8refit.fill.tasks import bind
+from fp8refit.fill.scratch import place_spans
+from fp8refit.fill.tasks import Maxima, bind
+from fp8refit.fill.together import Together, share_scales
 from fp8refit.kernels import Action, Task
-from fp8refit.live.slots import Slot
+from fp8refit.live.slots import Op, Slot, TensorMeta
 from fp8refit.sources.source import PushedSource
 from fp8refit.transport.collective.buckets import BucketLayout, Part, WireTensor
 
@@ -65,6 +67,7 @@ class ReceivedFill(Fill):
         source: The policy.
         device: Device of slots and buffers.
         config: Options of the refit.
+        maxima: Those that slots share.
 
     Raises:
         TransportError: This rank is not sent everything it holds.
@@ -73,15 +76,23 @@ class ReceivedFill(Fill):
     plan: RefitPlan
 
     def __init__(
-        self, plan: RefitPlan, slots: Sequence[Slot], source: ReceivedSource, device: torch.device, config: RefitConfig
+        self,
+        plan: RefitPlan,
+        slots: Sequence[Slot],
+        source: ReceivedSource,
+        device: torch.device,
+        config: RefitConfig,
+        maxima: Maxima,
     ) -> None:
         self.plan, self.is_first = plan, True
-        self._source, self._config = source, config
+        self._source, self._config, self._maxima = source, config, maxima
         lacking = {step: prod(step.shape) for step in plan.steps}
         seconds = frozenset(plan.seconds)
         steps = by_source((*plan.steps, *plan.seconds))
-        self._work: list[dict[Action, Program]] = []
-        """The programs of each bucket. What came under another name is compared."""
+        kept = _Kept(source, {name: found for name, found in steps.items() if share_scales(found)}, slots, device)
+        self._kept = kept
+        self._work: list[list[tuple[Action, Program]]] = []
+        """The programs of each bucket, in order. What came under another name is compared."""
         for ordinal, bucket in enumerate(source.buckets):
             tasks: dict[Action, list[tuple[str, Task]]] = {Action.WRITE: []}
             portions = bucket.portions(source.buffer(ordinal))
@@ -89,15 +100,29 @@ class ReceivedFill(Fill):
             for tensor, part, portion in (
                 (tensor, part, portions[each.portion]) for tensor, each in placed for part in each.parts
             ):
-                for step in steps.get(part.name, ()):
-                    task = _cut(bind(step, slots[step.slot], part.view(portion), config, None), part)
+                view = part.view(portion)
+                if part.name in kept.tensors:
+                    tasks[Action.WRITE].append((_blamed(tensor, part), kept.copy(part, view)))
+                elif part.name in kept.spans:
+                    kept.tensors_here[part.name] = view
+                for step in () if part.name in kept.spans else steps.get(part.name, ()):
+                    task = _cut(bind(step, slots[step.slot], view, config, None), part)
                     if task is None:
                         continue
                     action = Action.COMPARE if step in seconds else Action.WRITE
                     tasks.setdefault(action, []).append((_blamed(tensor, part), task))
                     if action is Action.WRITE:
                         lacking[step] -= prod(task.shape)
-            self._work.append({action: Program.compile(found, device) for action, found in tasks.items()})
+            work = [(action, Program.compile(found, device)) for action, found in tasks.items()]
+            if ready := kept.ready(ordinal):
+                whole: list[tuple[str, Task]] = []
+                for name in ready:
+                    for step in steps[name]:
+                        task = bind(step, slots[step.slot], kept.tensor(name), config, maxima)
+                        whole.append((kept.blamed[name], task))
+                        lacking[step] -= prod(step.shape)
+                work.append((Action.WRITE, Program.compile(whole, device)))
+            self._work.append(work)
         absent = sorted({step.source for step, count in lacking.items() if count})
         if absent:
             raise TransportError(
@@ -119,6 +144,7 @@ class ReceivedFill(Fill):
     def launch(self, begun: torch.cuda.Event | None) -> None:
         """Start. Nothing has arrived yet."""
         self._launched.forget()
+        self._maxima.clear()
         self._num_filled = 0
         if begun is not None:
             begun.record()
@@ -128,7 +154,7 @@ class ReceivedFill(Fill):
 
         Takes no tensors.
         """
-        for action, program in self._work[self._num_filled].items():
+        for action, program in self._work[self._num_filled]:
             self._launched.add(program)
             program.table.launch(check=self._config.validate_values != "off", action=action)
         self._num_filled += 1
@@ -149,9 +175,66 @@ class ReceivedFill(Fill):
     @property
     def num_device_bytes(self) -> int:
         """Device memory held between refits: tables and buffers."""
-        return sum(program.table.num_device_bytes for work in self._work for program in work.values()) + sum(
-            buffer.nbytes for buffer in self._source.buffers
-        )
+        tables = sum(program.table.num_device_bytes for work in self._work for _, program in work)
+        return tables + sum(buffer.nbytes for buffer in self._source.buffers) + self._kept.num_bytes
+
+
+class _Kept:
+    """Tensors whose slots may share scales, from the bucket in which each begins to the one with the last of those that share.
+
+    One that is whole in the only bucket for which it is kept is read there.
+
+    Args:
+        source: The policy.
+        steps: The steps of these tensors.
+        slots: The slots of the planned inventory.
+        device: Device of slots and buffers.
+    """
+
+    def __init__(
+        self, source: ReceivedSource, steps: Mapping[str, Sequence[Step]], slots: Sequence[Slot], device: torch.device
+    ) -> None:
+        together, firsts, rows = Together[str](slots), dict[str, int](), dict[str, int]()
+        self._ready: dict[int, list[str]] = {}
+        self.spans: dict[str, tuple[int, int]] = {}
+        self.blamed: dict[str, str] = {}
+        """The tensor to blame if one is flagged."""
+        metas, in_parts = dict[str, TensorMeta](), set[str]()
+        for ordinal, bucket in enumerate(source.buckets):
+            placed = ((source.tensors[run.tensor], each) for run in bucket.runs for each in run.placements)
+            for tensor, part in (
+                (tensor, part) for tensor, each in placed for part in each.parts if part.name in steps
+            ):
+                firsts.setdefault(part.name, ordinal)
+                self.blamed[part.name], metas[part.name] = _blamed(tensor, part), tensor.metas[part.name]
+                rows[part.name] = rows.get(part.name, 0) + part.shape[0]
+                in_parts |= {part.name} if part.shape != metas[part.name].shape else set()
+                if rows[part.name] == metas[part.name].shape[0]:
+                    self._ready.setdefault(ordinal, []).extend(together.add(part.name, steps[part.name]))
+        for ordinal, names in self._ready.items():
+            self.spans |= {name: (firsts[name], ordinal) for name in names}
+        longer = {name: span for name, span in self.spans.items() if span[0] < span[1] or name in in_parts}
+        starts, self.num_bytes = place_spans(longer, {name: metas[name].num_bytes for name in longer})
+        memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        self.tensors = {
+            name: memory[start : start + metas[name].num_bytes].view(metas[name].dtype).view(metas[name].shape)
+            for name, start in starts.items()
+        }
+        self.tensors_here: dict[str, Tensor] = {}
+        """Those that are whole in their bucket."""
+
+    def ready(self, ordinal: int) -> list[str]:
+        """The tensors of which nothing is lacking any more with a bucket."""
+        return self._ready.get(ordinal, [])
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor."""
+        return self.tensors[name] if name in self.tensors else self.tensors_here[name]
+
+    def copy(self, part: Part, view: Tensor) -> Task:
+        """Keep a part of a tensor."""
+        target = self.tensors[part.name].narrow(0, part.start[0], part.shape[0])
+        return Task(op=Op.COPY, source=view, offset=(0,) * view.ndim, target=target)
 
 
 def _blamed(tensor: WireTensor, part: Part) -> str:

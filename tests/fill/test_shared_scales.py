@@ -6,20 +6,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fp8refit.config import RefitConfig
-from fp8refit.errors import InvalidSourceError, NonFiniteError, UnsupportedEngineError
+from fp8refit.errors import InvalidSourceError, NonFiniteError
 from fp8refit.fill.from_buckets import ReceivedSource
 from fp8refit.fill.plan import PlanBuilder
+from fp8refit.fill.scratch import place_spans
 from fp8refit.fill.together import Together
 from fp8refit.kernels.reference import quantize_reference
 from fp8refit.live.formats import PER_TENSOR, AmaxOver
 from fp8refit.live.overlaps import shared_bytes
-from fp8refit.live.slots import FP8_DTYPE, Inventory, Op, Slot, Stacked, TensorMeta
+from fp8refit.live.slots import FP8_DTYPE, Inventory, Op, Slot, Stacked, TensorMeta, dtype_name
 from fp8refit.ranks.target import Target
 from fp8refit.sources.row_runs import Piece
 from fp8refit.sources.source import PushedSource, as_source
+from fp8refit.transport.collective.buckets import WireTensor, lay_out, take_buffers
 from tests.fakes import bytes_of, refit_target
 
 ROWS = {"q": 192, "k": 64, "v": 64, "o": 96}
@@ -186,18 +190,64 @@ def test_what_shares_a_scale_is_kept_whole_or_not_at_all():
     rank.assert_holds({**policy_of(1), "o": policy["o"], "norm": policy["norm"]})
 
 
-def test_fp8_and_broadcasts_are_refused_by_name():
+def test_fp8_is_refused_by_name():
     rank, policy = Rank(), policy_of(1)
     codes = policy | {"o": policy["o"].to(FP8_DTYPE), "o_scale_inv": torch.ones(1, 1)}
-    with pytest.raises(InvalidSourceError, match="o: is FP8, but this engine holds it with one scale, maybe also for others"):
+    with pytest.raises(
+        InvalidSourceError, match="o: is FP8, but this engine holds it with one scale, maybe also for others"
+    ):
         rank.refit(as_source(codes))
-    with pytest.raises(UnsupportedEngineError, match="q has one scale for all of it, which a broadcast does not find"):
-        rank.target.prepare(ReceivedSource([], [], []), RefitConfig())
+
+
+@pytest.mark.parametrize("bucket_bytes", [20_000, 60_000, 130_000, 1 << 20])
+@pytest.mark.parametrize("order", [("q", "k", "v", "o", "norm"), ("q", "o", "v", "norm", "k")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_buckets_of_a_broadcast_are_kept_until_all_that_is_fused_has_come(dtype, order, bucket_bytes):
+    """In few buffers, which are overwritten."""
+    rank = Rank(1)
+    policy = {name: policy_of(1, dtype)[name] for name in order}
+    wire = [
+        WireTensor(name=name, shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype), row_step=1)
+        for name, tensor in policy.items()
+    ]
+    buckets = lay_out(wire, bucket_bytes)
+    assert (len(buckets) > 1) is (bucket_bytes < 1 << 20)
+    source = ReceivedSource(wire, buckets, take_buffers(buckets, CPU, remedy=""))
+    for seed in (1, 2, 1):
+        policy = policy_of(seed, dtype)
+        prepared = rank.target.prepare(source, RefitConfig())
+        rank.target.begin(prepared)
+        for ordinal, bucket in enumerate(buckets):
+            buffer = source.buffer(ordinal).fill_(0x7F)
+            for run in bucket.runs:
+                for part in (part for each in run.placements for part in each.parts):
+                    rows = policy[part.name].narrow(0, run.first_row, run.num_rows)
+                    part.view(bucket.portions(buffer)[0]).copy_(rows)
+            prepared.fills[0].take()
+        rank.target.finish()
+        rank.target.commit()
+        rank.assert_holds(policy)
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5), st.integers(1, 5000)), max_size=30))
+def test_nothing_that_is_kept_at_one_time_has_one_place(drawn):
+    spans = {str(number): (first, first + length) for number, (first, length, _) in enumerate(drawn)}
+    sizes = {str(number): size for number, (_, _, size) in enumerate(drawn)}
+    starts, total = place_spans(spans, sizes)
+    for one in spans:
+        assert starts[one] % 256 == 0 and starts[one] + sizes[one] <= total
+        for other in spans.keys() - {one}:
+            is_at_once = spans[one][0] <= spans[other][1] and spans[other][0] <= spans[one][1]
+            is_apart = starts[one] + sizes[one] <= starts[other] or starts[other] + sizes[other] <= starts[one]
+            assert is_apart or not is_at_once
+    assert total <= sum(-(-size // 256) * 256 for size in sizes.values())
 
 
 def test_steps_that_find_a_maximum_read_the_whole_tensor_or_the_ranks_own_part():
     slots = Rank(1).slots
-    plan = PlanBuilder(slots).plan({slot.name: TensorMeta(shape=slot.full_shape, dtype=torch.bfloat16) for slot in slots})
+    plan = PlanBuilder(slots).plan(
+        {slot.name: TensorMeta(shape=slot.full_shape, dtype=torch.bfloat16) for slot in slots}
+    )
     steps = [(step.op, step.offset, step.shape) for step in plan.steps if step.source == "k"]
     assert steps == [(Op.MAXIMUM, (0, 0), (64, 320)), (Op.QUANTIZE, (0, 160), (64, 160))]
     own = [replace(slot, format=replace(PER_TENSOR, amax_over=AmaxOver.OWN_SLICE)) for slot in slots[:4]]
@@ -243,7 +293,9 @@ def test_a_shared_scale_is_no_overlap_but_weights_that_share_bytes_are():
 
 def test_what_waits_is_let_go():
     slots = Rank().slots
-    plan = PlanBuilder(slots).plan({slot.name: TensorMeta(shape=slot.full_shape, dtype=torch.bfloat16) for slot in slots})
+    plan = PlanBuilder(slots).plan(
+        {slot.name: TensorMeta(shape=slot.full_shape, dtype=torch.bfloat16) for slot in slots}
+    )
     steps = {name: [step for step in plan.steps if step.source == name] for name in ROWS}
     together = Together[str](slots)
     assert together.is_last(steps["o"]) and not together.is_last(steps["q"])

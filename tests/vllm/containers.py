@@ -32,5 +32,5 @@ def run_container(layout: str, family: str, container: str, work: str) -> dict:
     other = booted(model=folder / f"{family}-bf16-2", **options)
     is_shared = container == "fp8_per_tensor"
     fresh = None if is_shared else lambda fp8: booted(model=fp8)
-    pushes = {} if is_shared or layout == "multi-process" else PUSHES
+    pushes = {} if layout == "multi-process" else PUSHES
     return try_container(other, fresh, family, folder, pushes) | own

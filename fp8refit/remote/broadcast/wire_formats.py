@@ -143,7 +143,8 @@ class _Chooser:
         if block_format is None:
             dtype = _narrower(meta.dtype, held, self._config)
             reaches_beyond = any(slot.format is not None and slot.format.amax_over.reaches_beyond for slot in held)
-            if cut is not None and cut.dim == 1 and reaches_beyond:
+            is_shared = any(slot.format is not None and slot.format.is_shared for slot in held)
+            if cut is not None and reaches_beyond and (cut.dim == 1 or is_shared):
                 cut = None  # a rank needs more than what it holds
             return WireTensor(name=name, shape=meta.shape, dtype=dtype_name(dtype), row_step=_row_step(held), cut=cut)
         return WireTensor(
@@ -170,7 +171,8 @@ class _Chooser:
 
 def _row_step(held: Sequence[SlotLayout]) -> int:
     """The row multiple at which an unquantized tensor may be cut without cutting any rank's blocks."""
-    steps = {slot.format.block_size[0] for slot in held if slot.format is not None}
+    formats = {slot.format for slot in held if slot.format is not None}
+    steps = {1 if block_format.is_shared else block_format.block_size[0] for block_format in formats}
     if not steps:
         return 1
     if len(steps) > 1 or any(slot.offset[0] % min(steps) for slot in held):
