@@ -165,6 +165,21 @@ def test_a_comparison_finds_what_differs_and_changes_nothing():
     rank.assert_holds(policy_of(1))
 
 
+def test_one_tensor_alone_is_compared_with_the_scale_that_it_shares():
+    """The largest value is in k: less of it is another scale, although the codes of k would be the same."""
+    rank, policy = Rank(), policy_of(1)
+    rank.refit(as_source(policy))
+    for name, tensor in policy.items():
+        assert rank.target.holds({name: tensor}), name
+        assert not rank.target.holds({name: tensor * 2}), name
+    lower = policy["k"].clone()
+    lower[-1, 3] -= 0.0625
+    codes, _, _ = quantize_reference(lower, PER_TENSOR, given=rank.scale)
+    assert bytes_of(codes[:, rank.columns]) == bytes_of(rank.fused[256 - 64 : 256])
+    assert not rank.target.holds({"k": lower})
+    rank.assert_holds(policy)
+
+
 @pytest.mark.parametrize("mode", ["strict", "fused"])
 def test_nan_is_named_and_the_next_policy_heals(mode):
     rank, bad = Rank(), policy_of(2)
