@@ -105,7 +105,7 @@ class ReceivedFill(Fill):
                     tasks[Action.WRITE].append((_blamed(tensor, part), kept.copy(part, view)))
                 elif part.name in kept.spans:
                     kept.tensors_here[part.name] = view
-                for step in () if part.name in kept.spans else steps.get(part.name, ()):
+                for step in () if part.name in kept.names else steps.get(part.name, ()):
                     task = _cut(bind(step, slots[step.slot], view, config, None), part)
                     if task is None:
                         continue
@@ -194,6 +194,7 @@ class _Kept:
     def __init__(
         self, source: ReceivedSource, steps: Mapping[str, Sequence[Step]], slots: Sequence[Slot], device: torch.device
     ) -> None:
+        self.names = steps.keys()
         together, firsts, rows = Together[str](slots), dict[str, int](), dict[str, int]()
         self._ready: dict[int, list[str]] = {}
         self.spans: dict[str, tuple[int, int]] = {}

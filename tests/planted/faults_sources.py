@@ -8,6 +8,7 @@ ANNOUNCED = "tests/fuzz/test_sources.py::test_no_bad_tensor_passes_for_what_was_
 FILES = "tests/fuzz/test_files.py"
 SECOND_NAME = "tests/fuzz/test_sources.py::test_the_second_name_of_a_tied_tensor_is_compared"
 TWIN = "tests/tracing/test_twin.py"
+SHARED = "tests/fill/test_shared_scales.py"
 OPENED = "tests/fuzz/test_files.py::test_an_engine_opens_what_was_judged"
 
 FAULTS = [
@@ -464,5 +465,59 @@ FAULTS = [
         before='self._give_up("caches were dropped")\nself._stream.begin_anew()',
         after="pass",
         found_by="tests/driver/test_drop_in.py -k after_a_cut",
+    ),
+    Fault(
+        name="maxima of an earlier refit count",
+        at="fp8refit/fill/resident.py::ResidentFill.launch",
+        before="self._clear_maxima()",
+        found_by=f"{SHARED} -k every_source",
+    ),
+    Fault(
+        name="a tensor that shares a scale does not wait for the others",
+        at="fp8refit/fill/together.py::Together.add",
+        before="self._lacking[group] -= {step.slot for step in steps}",
+        after="self._lacking[group].clear()",
+        found_by=f"{SHARED} -k all_that_is_fused_has_come",
+    ),
+    Fault(
+        name="a tensor that waits for others is not kept from its buffer",
+        at="fp8refit/fill/stream_writer.py::StreamWriter._take_shared",
+        before="shared.tensor = shared.tensor.detach().clone()",
+        after="shared.tensor = shared.tensor.detach()",
+        found_by=f"{SHARED} -k every_source",
+    ),
+    Fault(
+        name="a shared scale covers only what a rank holds",
+        at="fp8refit/fill/fitting.py::fit_maximum",
+        before="return fit._replace(op=Op.MAXIMUM, offset=(first_row, 0), shape=slot.full_shape)",
+        after="return fit._replace(op=Op.MAXIMUM)",
+        found_by=f"{SHARED} -k every_source",
+    ),
+    Fault(
+        name="what needs a maximum runs before what finds it",
+        at="fp8refit/kernels/rows.py::number_tiles",
+        before="(kind.op is not Op.MAXIMUM, kind.op is not Op.QUANTIZE, repr(kind))",
+        after="(kind.op is not Op.QUANTIZE, repr(kind))",
+        found_by="tests/kernels/test_quantize.py -k shared_scale_covers",
+    ),
+    Fault(
+        name="a tensor that comes again is compared with a scale of its own",
+        at="fp8refit/fill/tasks.py::Maxima.know",
+        before="other.copy_(torch.maximum(other, found._of_slots.narrow(0, place, 1)))",
+        found_by=f"{SHARED} -k one_tensor_alone",
+    ),
+    Fault(
+        name="two tensors that are kept at one time have one place",
+        at="fp8refit/fill/scratch.py::place_spans",
+        before="spans[each][1] >= first",
+        after="spans[each][1] > first",
+        found_by=f"{SHARED} -k one_place",
+    ),
+    Fault(
+        name="some of what shares a scale may be kept",
+        at="fp8refit/fill/plan.py::PlanBuilder.finish",
+        before="[*self._problems, *self._come_apart(), *self._incomplete(), *self._parted()]",
+        after="[*self._problems, *self._come_apart(), *self._incomplete()]",
+        found_by=f"{SHARED} -k kept_whole",
     ),
 ]

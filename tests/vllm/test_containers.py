@@ -10,7 +10,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(118)]
 CASES = [
     ("core in process", "qwen2_wide", "compressed-tensors"),
     ("core in process", "qwen2_wide", "compressed-tensors, per channel"),
-    ("core in process", "qwen2_wide", "fp8_per_tensor"),
     ("core in process", "qwen2_wide", "fp8_per_channel"),
     ("multi-process", "qwen3", "fp8_per_channel"),
     ("core in process", "qwen3_moe", "fp8_per_channel"),

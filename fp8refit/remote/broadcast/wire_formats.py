@@ -144,8 +144,8 @@ class _Chooser:
             dtype = _narrower(meta.dtype, held, self._config)
             reaches_beyond = any(slot.format is not None and slot.format.amax_over.reaches_beyond for slot in held)
             is_shared = any(slot.format is not None and slot.format.is_shared for slot in held)
-            if cut is not None and reaches_beyond and (cut.dim == 1 or is_shared):
-                cut = None  # a rank needs more than what it holds
+            if cut is not None and (is_shared or (cut.dim == 1 and reaches_beyond)):
+                cut = None  # a rank needs more than what it holds, or keeps it whole for a while
             return WireTensor(name=name, shape=meta.shape, dtype=dtype_name(dtype), row_step=_row_step(held), cut=cut)
         return WireTensor(
             name=name,
