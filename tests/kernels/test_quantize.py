@@ -95,7 +95,7 @@ def test_kernel_reads_any_strides(layout, dtype, device):
 
 @pytest.mark.parametrize("action", [Action.WRITE, Action.COMPARE])
 @pytest.mark.parametrize("dtype", SOURCE_DTYPES)
-@pytest.mark.parametrize("shape", [(3, 2047), (5, 2048), (2, 2049), (2, 20000), (33, 300)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 2047), (5, 2048), (2, 4097), (2, 20000), (2, 33000), (33, 300)], ids=str)
 def test_rows_are_held_whole_or_read_twice(shape, dtype, action, device):
     """Long ones are read twice, and so are those that lie as columns in memory."""
     rows, cols = shape
