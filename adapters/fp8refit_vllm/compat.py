@@ -313,7 +313,8 @@ def block_format(module: Any, *, has_powers_of_two: bool) -> BlockFormat:
 
         is_of_part = _is_online(module) and not hasattr(quant_utils, "amax_for_tp_weight_quant")
         scales = (each for name, each in module.named_parameters(recurse=False) if name.endswith("weight_scale"))
-        held = PER_TENSOR if next(scales).ndim < 2 else PER_ROW
+        scale = next(scales, None)
+        held = PER_TENSOR if scale is not None and scale.ndim < 2 else PER_ROW
         return replace(held, amax_over=AmaxOver.OWN_SLICE) if is_of_part else held
     scale_format = ScaleFormat.UE8M0 if has_powers_of_two else ScaleFormat.FP32
     if _is_online(module) and not has_powers_of_two:

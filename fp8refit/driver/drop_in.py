@@ -92,6 +92,20 @@ class DropInOptions(BaseModel, frozen=True, extra="forbid"):
         return None if self.calibration is None else json.loads(self.calibration.read_text())
 
 
+def _check_own_scales(rank: Rank) -> None:
+    """Check that no tensors share a scale: what comes again could not be compared alone with what the engine holds.
+
+    Raises:
+        UnsupportedEngineError: Some do.
+    """
+    shared = next((slot.name for slot in rank.target.live.read().slots if slot.group is not None), None)
+    if shared is not None:
+        raise UnsupportedEngineError(
+            f"{shared} has one scale for all of it, which the drop-in does not take; boot with one scale per row or block "
+            "(fp8_per_channel, fp8_per_block), or refit by Refitter or update"
+        )
+
+
 class DropIn:
     """Handles one rank's `load_weights` calls. Created on every rank together.
 
@@ -110,6 +124,7 @@ class DropIn:
         self._config = RefitConfig(keep=options.keep)
         self._calibration = options.read_calibration()
         self._stream = Stream(claims_of_all(rank, self._config), options.keep)
+        _check_own_scales(rank)
         self._update: Update | None = None
         self._skipped: dict[str, None] = {}
         """Names that arrived while no policy was open, and that no slot takes."""

@@ -89,9 +89,6 @@ class Fills:
     Args:
         inventory: The rank's inventory.
         device: The rank's device.
-
-    Attributes:
-        maxima: Those that slots share, as the last refit found them.
     """
 
     def __init__(self, inventory: Inventory, device: torch.device) -> None:
@@ -103,7 +100,7 @@ class Fills:
         self._received: ReceivedFill | None = None
         self._direct: DirectFill | None = None
         self._ticket = object()
-        self.maxima = Maxima(inventory.slots, device)
+        self._maxima = Maxima(inventory.slots, device)
 
     @collector_paused()
     def prepare(
@@ -163,7 +160,7 @@ class Fills:
             metadata, problems = source.scan()
             plan = self._builder(problems).plan(metadata)
             self._resident = None
-            self._resident = resident = ResidentFill(plan, slots, source, self._device, config, action, self.maxima)
+            self._resident = resident = ResidentFill(plan, slots, source, self._device, config, action, self._maxima)
         staged, misfits = resident.staged_steps, resident.misfit_scales()
         if config.on_scale_mismatch == "refuse" and staged:
             names = dict.fromkeys(step.source for step in staged)
@@ -184,14 +181,14 @@ class Fills:
         if received is None or not received.renew(source, self._config):
             plan = self._builder(source.problems).plan(source.metadata or {})
             self._received = None
-            self._received = received = ReceivedFill(plan, slots, source, self._device, self._config, self.maxima)
+            self._received = received = ReceivedFill(plan, slots, source, self._device, self._config, self._maxima)
         self._check_scales(received.plan, source)
         return received
 
     def _prepare_stream(self, source: Source, action: Action) -> StreamFill:
         """Plan a stream before it is written, unless it is unannounced and can be read only once."""
         if self._direct is None:
-            self._direct = DirectFill(self._inventory.slots, self._device, self.maxima)
+            self._direct = DirectFill(self._inventory.slots, self._device, self._maxima)
         direct, scanned, is_first = self._direct, source.scan(), False
         if scanned is None:
             arrivals = Arrivals(direct.expected, make_builder=self._builder)
@@ -213,7 +210,7 @@ class Fills:
         Raises:
             StagingMemoryError: There is not enough memory.
         """
-        staging = Staging(self._inventory.slots, self._device, self._config, action, self.maxima)
+        staging = Staging(self._inventory.slots, self._device, self._config, action, self._maxima)
         if action is Action.COMPARE or isinstance(source, HandedSource):
             return staging
         try:

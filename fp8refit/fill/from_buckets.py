@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from fp8refit.config import RefitConfig
-from fp8refit.errors import InvalidSourceError, TransportError
+from fp8refit.errors import InvalidSourceError, StagingMemoryError, TransportError
 from fp8refit.fill.arrivals import by_source
 from fp8refit.fill.fill import Arriving, Fill
 from fp8refit.fill.plan import RefitPlan, Step
@@ -106,7 +106,7 @@ class ReceivedFill(Fill):
                 elif part.name in kept.spans:
                     kept.tensors_here[part.name] = view
                 for step in () if part.name in kept.names else steps.get(part.name, ()):
-                    task = _cut(bind(step, slots[step.slot], view, config, None), part)
+                    task = _cut(bind(step, slots[step.slot], view, config), part)
                     if task is None:
                         continue
                     action = Action.COMPARE if step in seconds else Action.WRITE
@@ -216,7 +216,13 @@ class _Kept:
             self.spans |= {name: (firsts[name], ordinal) for name in names}
         longer = {name: span for name, span in self.spans.items() if span[0] < span[1] or name in in_parts}
         starts, self.num_bytes = place_spans(longer, {name: metas[name].num_bytes for name in longer})
-        memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        try:
+            memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise StagingMemoryError(
+                f"no room for {self.num_bytes >> 20} MiB on {device}, in which tensors wait for those with which they share a "
+                "scale; leave the engine less memory. Nothing was written"
+            ) from error
         self.tensors = {
             name: memory[start : start + metas[name].num_bytes].view(metas[name].dtype).view(metas[name].shape)
             for name, start in starts.items()

@@ -184,7 +184,7 @@ class PlanBuilder:
             self.seconds[name] = steps
         else:
             found.update((step.slot, step) for step in steps)
-        return self._with_maxima(steps)
+        return steps if is_scale else self._with_maxima(steps)
 
     def _add_stack(self, name: str, meta: TensorMeta, stack: Stacked, *, is_scale: bool) -> list[Step]:
         """The steps of a tensor with a matrix of every expert."""
@@ -203,7 +203,7 @@ class PlanBuilder:
                 if (wide := fit_maximum(verdict, self._slots[index], first_row)) is not None:
                     self._maxima[index] = _step(name, meta, index, wide, expert)
         found.update(steps)
-        return self._with_maxima(list(steps.values()))
+        return list(steps.values()) if is_scale else self._with_maxima(list(steps.values()))
 
     def _with_maxima(self, steps: Sequence[Step]) -> list[Step]:
         """Steps, after those that find the maxima that they need."""

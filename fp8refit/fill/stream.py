@@ -68,7 +68,7 @@ class StreamFill(Fill):
     @override
     def look(self) -> Flags:
         scout = StreamFill(self._source, Arrivals(self._arrivals.expected), self._staging)
-        self._staging.clear_maxima()
+        scout._writer.clear_maxima()
         with self._staging.doing(Action.CHECK):
             scout.read(drain=False)
             scout.finish()
@@ -77,7 +77,7 @@ class StreamFill(Fill):
     @override
     def launch(self, begun: torch.cuda.Event | None) -> None:
         """Start; nothing has arrived yet."""
-        self._staging.clear_maxima()
+        self._writer.clear_maxima()
         if self._direct is not None:
             self._direct.begin(self._staging.config, self._staging.action)
         if begun is not None:

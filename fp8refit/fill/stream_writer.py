@@ -35,6 +35,8 @@ class _Shared:
     tensor: Tensor
     steps: Sequence[Step]
     read_box: ReadBox | None = None
+    is_kept: bool = False
+    """Whether nobody overwrites it before the refit is over."""
 
 
 class StreamWriter:
@@ -78,6 +80,7 @@ class StreamWriter:
         if isinstance(tensors, list):
             with self._work.joined():
                 self._take_together(tensors)
+                self._keep_waiting()
             return
         for each in tensors:
             with self._work.joined():
@@ -85,6 +88,7 @@ class StreamWriter:
                     self._take_together(each)
                 else:
                     self._take_one(each, is_lent=True)
+                self._keep_waiting()
         with self._work.joined():
             self._fill_waiting()
 
@@ -230,23 +234,34 @@ class StreamWriter:
             values, read_box = tensor, None
         steps = self._arrivals.steps_of(name, TensorMeta.of(values))
         if share_scales(steps) and not self._arrivals.is_second(name):
-            self._take_shared(_Shared(name=name, tensor=values, steps=steps, read_box=read_box), is_lent=is_lent)
+            is_kept = self._is_stable or read_box is not None
+            shared = _Shared(name=name, tensor=values, steps=steps, read_box=read_box, is_kept=is_kept)
+            self._take_shared(shared, is_lent=is_lent)
         else:
             self._stage(name, steps, values, read_box)
 
+    def _keep_waiting(self) -> None:
+        """Copy what waits for others and may be overwritten from now on."""
+        for each in self._together.take_new():
+            if not each.is_kept:
+                each.tensor, each.is_kept = each.tensor.detach().clone(), True
+
+    def clear_maxima(self) -> None:
+        """Forget the maxima of an earlier refit."""
+        with self._work.joined():
+            self._staging.clear_maxima()
+
     def _take_shared(self, shared: "_Shared", *, is_lent: bool) -> None:
         """Fill from a tensor whose slots may share scales with others, once all of these are there."""
-        if is_lent and shared.read_box is None and not self._together.is_last(shared.steps):
-            shared.tensor = shared.tensor.detach().clone()
         ready = self._together.add(shared, shared.steps)
         direct = self._direct
         there = [each for each in ready if direct is not None and each.tensor.device == direct.device]
         if len(there) == len(ready):
-            self._fill_waiting()
-            self._waiting = [
+            self._waiting += [
                 DeviceTensor(name=each.name, tensor=each.tensor, steps=each.steps, is_kept=False) for each in there
             ]
-            self._fill_waiting()
+            if is_lent:
+                self._fill_waiting()
             return
         for is_maximum in (True, False):
             for each in ready:
@@ -275,7 +290,8 @@ class StreamWriter:
             steps = self._arrivals.steps_of(piece.name, meta)
             cut = self._cut = CutTensor(name=piece.name, full_shape=piece.full_shape, steps=steps)
             if share_scales(steps):
-                cut.whole = torch.empty(piece.full_shape, dtype=meta.dtype, device=piece.tensor.device)
+                with torch.inference_mode(False):  # rows may come in any mode
+                    cut.whole = torch.empty(piece.full_shape, dtype=meta.dtype, device=piece.tensor.device)
         cut.check_follows(piece)
         if cut.whole is not None:
             self._collect(cut, cut.whole, piece)
@@ -300,7 +316,8 @@ class StreamWriter:
         cut.next_row = piece.end_row
         if cut.is_complete:
             self._cut = None
-            self._take_shared(_Shared(name=cut.name, tensor=whole, steps=cut.steps), is_lent=False)
+            self._take_shared(_Shared(name=cut.name, tensor=whole, steps=cut.steps, is_kept=True), is_lent=False)
+            self._fill_waiting()
 
     def _recognized(self, arrived: DeviceTensor) -> DeviceTensor:
         """A run of rows, with its place in the table of earlier streams, if it has one."""

@@ -18,7 +18,7 @@ from fp8refit.live.slots import Op, Slot
 
 
 class Maxima:
-    """The largest magnitudes of which scales follow that several slots share: of each group of slots, and of each slot.
+    """The largest magnitudes of which scales follow that several slots share, one for each group of slots.
 
     Whoever starts a refit clears them. Steps that raise them come before those that quantize.
 
@@ -28,53 +28,43 @@ class Maxima:
     """
 
     def __init__(self, slots: Iterable[Slot], device: torch.device) -> None:
-        self._slots = {_place_of(slot): place for place, slot in enumerate(s for s in slots if s.group is not None)}
-        self._groups = {group: place for place, group in enumerate(dict.fromkeys(group for group, _ in self._slots))}
-        with torch.inference_mode(False):  # tensors that can be written in any mode
-            self._of_slots = torch.zeros(len(self._slots), dtype=torch.float32, device=device)
-            self._of_groups = torch.zeros(len(self._groups), dtype=torch.float32, device=device)
-            self._others = torch.zeros_like(self._of_groups)
+        groups = dict.fromkeys(slot.group for slot in slots if slot.group is not None)
+        self._places = {group: place for place, group in enumerate(groups)}
+        with torch.inference_mode(False):  # a tensor that can be written in any mode
+            self._values = torch.zeros(len(groups), dtype=torch.float32, device=device)
 
-    def of_slot(self, slot: Slot) -> Tensor | None:
-        """The maximum (1,) float32 of a slot; None if it shares no scale."""
-        return None if slot.group is None else self._of_slots.narrow(0, self._slots[_place_of(slot)], 1)
+    def of(self, slot: Slot) -> Tensor | None:
+        """The maximum (1,) float32 of a slot's group; None if it has none."""
+        if slot.group is None:
+            return None
+        place = self._places[slot.group]
+        return self._values[place : place + 1]
 
-    def of_group(self, slot: Slot) -> Tensor | None:
-        """The maximum (1,) float32 of a slot's group; None if it shares no scale."""
-        return None if slot.group is None else self._of_groups.narrow(0, self._groups[slot.group], 1)
+    def __bool__(self) -> bool:
+        """Whether any slots share a scale."""
+        return bool(self._places)
 
     def clear(self) -> None:
         """Forget what has been found, on the current stream."""
-        if self._slots:
-            self._of_slots.zero_()
-            self._of_groups.copy_(self._others)
-
-    def know(self, found: "Maxima") -> None:
-        """Have groups count slots that are only in `found`, as an earlier refit found them."""
-        for (group, weight), place in found._slots.items():
-            if group in self._groups and (group, weight) not in self._slots:
-                other = self._others.narrow(0, self._groups[group], 1)
-                other.copy_(torch.maximum(other, found._of_slots.narrow(0, place, 1)))
-
-
-def _place_of(slot: Slot) -> tuple[tuple[int, int], int]:
-    """What identifies a slot that shares a scale."""
-    assert slot.group is not None, f"{slot.name=}"
-    return slot.group, slot.weight.data_ptr()
+        if self._places:
+            self._values.zero_()
 
 
 def bind(
-    step: Step, slot: Slot, source: Tensor, config: RefitConfig, maxima: Maxima | None, product: LowRank | None = None
+    step: Step,
+    slot: Slot,
+    source: Tensor,
+    config: RefitConfig,
+    maxima: Maxima | None = None,
+    product: LowRank | None = None,
 ) -> Task:
     """Return the task that carries out `step` on `source`, and adds `product` to it, for all of `slot`."""
     target, block_format = slot.scale if step.op is Op.COPY_SCALES else slot.weight, slot.format
     if block_format is not None and step.op is Op.COPY_SCALES and config.on_scale_mismatch == "copy":
         block_format = replace(block_format, scale_format=ScaleFormat.FP32)
-    maximum = None
-    if maxima is not None and step.op in (Op.QUANTIZE, Op.MAXIMUM):
-        maximum = maxima.of_group(slot)
-    if step.op is Op.MAXIMUM and maxima is not None:
-        target = maxima.of_slot(slot)
+    maximum = maxima.of(slot) if maxima is not None else None
+    if step.op is Op.MAXIMUM:
+        target = maximum
     assert target is not None, f"{step=}"
     if not step.shape:
         target = target.view(())
@@ -89,7 +79,7 @@ def bind(
         select=step.select,
         is_transposed=step.is_transposed,
         columns=_columns(step, slot),
-        maximum=maximum,
+        maximum=maximum if step.op is Op.QUANTIZE else None,
         box_shape=step.shape if step.op is Op.MAXIMUM else None,
         product=product,
     )

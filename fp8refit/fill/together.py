@@ -1,6 +1,7 @@
 """Keeps tensors of a stream whose slots share a scale, until all of them are there: only then it is known."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from fp8refit.fill.plan import Step
@@ -12,6 +13,14 @@ ItemT = TypeVar("ItemT")
 def share_scales(steps: Iterable[Step]) -> bool:
     """Whether a tensor goes to slots that may share a scale with others."""
     return any(step.op is Op.MAXIMUM for step in steps)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Waiting(Generic[ItemT]):
+    item: ItemT
+    number: int
+    groups: set[tuple[int, int]]
+    """Those that lack others."""
 
 
 class Together(Generic[ItemT]):
@@ -28,27 +37,37 @@ class Together(Generic[ItemT]):
         for index, slot in enumerate(slots):
             if slot.group is not None:
                 self._lacking.setdefault(slot.group, set()).add(index)
-        self._waiting: list[tuple[ItemT, set[tuple[int, int]]]] = []
-
-    def is_last(self, steps: Sequence[Step]) -> bool:
-        """Whether a tensor that just came, with these steps, is the only one that its slots need."""
-        return not self._waiting and all(
-            self._lacking[group] <= {step.slot for step in steps} for group in self._groups(steps)
-        )
+        self._waiting: dict[tuple[int, int], list[_Waiting[ItemT]]] = {}
+        self._new: list[_Waiting[ItemT]] = []
+        self._num_added = 0
 
     def add(self, item: ItemT, steps: Sequence[Step]) -> list[ItemT]:
         """Add a tensor with its steps. Returns those that lack nothing any more, in the order in which they came."""
         groups = set(self._groups(steps))
         for group in groups:
             self._lacking[group] -= {step.slot for step in steps}
-        self._waiting.append((item, groups))
-        ready = [each for each, needed in self._waiting if not any(map(self._lacking.get, needed))]
-        self._waiting = [(each, needed) for each, needed in self._waiting if any(map(self._lacking.get, needed))]
-        return ready
+        self._num_added += 1
+        added = _Waiting(item=item, number=self._num_added, groups={group for group in groups if self._lacking[group]})
+        touched = [added]
+        for group in groups - added.groups:
+            for each in self._waiting.pop(group, ()):
+                each.groups.discard(group)
+                touched.append(each)
+        for group in added.groups:
+            self._waiting.setdefault(group, []).append(added)
+        if added.groups:
+            self._new.append(added)
+        return [each.item for each in sorted(touched, key=lambda each: each.number) if not each.groups]
+
+    def take_new(self) -> list[ItemT]:
+        """Return what has come since the last call and still waits."""
+        new, self._new = self._new, []
+        return [each.item for each in new if each.groups]
 
     def forget(self) -> None:
         """Let go of what waits."""
         self._waiting.clear()
+        self._new.clear()
 
     def _groups(self, steps: Iterable[Step]) -> Iterator[tuple[int, int]]:
         for step in steps:

@@ -95,9 +95,9 @@ def quantize_matrix(weight: Tensor, block_format: BlockFormat) -> tuple[Tensor, 
     )
     tasks = [task]
     if block_format.is_shared:
-        own, maximum = torch.zeros((2, 1), dtype=torch.float32, device=weight.device)
-        task = replace(task, maximum=maximum)
-        tasks = [replace(task, op=Op.MAXIMUM, target=own, scale=None, box_shape=tuple(weight.shape)), task]
+        maximum = torch.zeros(1, dtype=torch.float32, device=weight.device)
+        found = replace(task, op=Op.MAXIMUM, target=maximum, scale=None, box_shape=tuple(weight.shape))
+        tasks = [found, replace(task, maximum=maximum)]
     table = compile_table(tasks, weight.device)
     table.launch(check=True)
     if table.bad_tasks():

@@ -53,7 +53,7 @@ class Row(NamedTuple):
     """Where the target's columns begin in the box, which may be wider."""
     target_cols: int
     maximum: int = 0
-    """The address of the largest magnitude from which a shared scale follows; 0 without one."""
+    """The address of the largest magnitude from which a shared scale follows."""
 
 
 FIELDS = Row._fields

@@ -301,7 +301,6 @@ def _quantize_tile(
         tl.store(status + tl.load(row + 11), 1, mask=amax_bits >= 0x7F800000)
     if RAISES:
         tl.atomic_max(tl.load(row + 1).to(tl.pointer_type(tl.int32)), amax_bits, sem="relaxed")
-        tl.atomic_max(tl.load(row + 14).to(tl.pointer_type(tl.int32)), amax_bits, sem="relaxed")
     elif WRITE or COMPARE:
         if IS_SHARED:
             amax_bits = tl.load(tl.load(row + 14).to(tl.pointer_type(tl.int32)))

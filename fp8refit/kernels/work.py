@@ -53,8 +53,8 @@ class Task:
     """Number of columns of the box, and which of them the target's first one is, if a scale covers more than the target holds.
     Without it, the box has the target's shape."""
     maximum: Tensor | None = None
-    """The largest magnitude (1,) float32 from which a shared scale follows. `MAXIMUM` raises it, and its target, which is that
-    of the box alone; `QUANTIZE` reads it."""
+    """The largest magnitude (1,) float32 from which the scale follows, for `QUANTIZE` in a format with shared scales. Tasks of
+    `MAXIMUM`, whose target it is, have raised it."""
     box_shape: tuple[int, ...] | None = None
     """Shape of the box of `MAXIMUM`."""
     product: LowRank | None = None

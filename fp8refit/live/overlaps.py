@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 from torch import Tensor
 
-from fp8refit.live.slots import Refusal, Slot
+from fp8refit.live.slots import Inventory, Refusal, Slot
 
 _MAX_WORK = cast(Any, 100_000)
 """Steps to search for a byte that two views of one storage share. Past this limit they count as sharing one."""
@@ -22,6 +22,20 @@ def shared_bytes(slots: Sequence[Slot]) -> list[Refusal]:
             remedy="Tie both their weights and their scales (weight_scale_inv), in the same shape, or neither",
         )
         for (first, first_part), (second, second_part) in _sharing(slots)
+    ]
+
+
+def aliases_of_shared_scales(inventory: Inventory) -> list[Refusal]:
+    """Return one refusal for each second name of a tensor that shares a scale: it cannot be compared before all have come."""
+    shared = {slot.name for slot in inventory.slots if slot.group is not None}
+    return [
+        Refusal(
+            module=alias,
+            reason=f"is a second name of {name}, which has one scale for all of it",
+            remedy="Boot with one scale per row or block, or leave this layer in BF16",
+        )
+        for alias, name in inventory.aliases.items()
+        if name in shared
     ]
 
 

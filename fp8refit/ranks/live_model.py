@@ -12,7 +12,7 @@ from fp8refit.fill.fills import Fills
 from fp8refit.live.collector import collector_paused
 from fp8refit.live.fingerprint import fingerprint
 from fp8refit.live.layout import EngineLayout
-from fp8refit.live.overlaps import shared_bytes
+from fp8refit.live.overlaps import aliases_of_shared_scales, shared_bytes
 from fp8refit.live.slots import Inventory, Refusal, Write
 from fp8refit.ranks.kv.scales import KvScales, Measured
 from fp8refit.ranks.kv.source_scales import SourceScales
@@ -76,7 +76,8 @@ class LiveModel:
             if inventory is not None:
                 self.forget()
             inventory = self._read_inventory()
-            inventory = replace(inventory, refusals=(*inventory.refusals, *shared_bytes(inventory.slots)))
+            found = (*shared_bytes(inventory.slots), *aliases_of_shared_scales(inventory))
+            inventory = replace(inventory, refusals=(*inventory.refusals, *found))
             self.device = _device_of(inventory) or self.device
             torn = self.kv.torn if self.kv is not None else None
             self.kv = KvScales(inventory.kv, self.device, torn=torn) if inventory.kv is not None else None

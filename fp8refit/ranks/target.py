@@ -275,8 +275,6 @@ class Target:
                 self._write.flush()
             self.live.synchronize()
             fills, config = Fills(inventory, self.live.device), RefitConfig(keep=("*",))
-            if self.live.fills is not None:
-                fills.maxima.know(self.live.fills.maxima)
             try:
                 prepared = fills.prepare(MappingSource(tensors), config, foreign=foreign, compares=True)
                 write = Write(prepared, self.live)

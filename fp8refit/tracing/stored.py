@@ -98,6 +98,9 @@ def why_not_stored(rules: KernelRules, prefix: str, module: nn.Module, own: Mapp
         held = "experts" if TWO_HALVES in own else "weights"
         return f"its kernel {kernel.name} repacks {held}, or is not known to leave them as loaded", kernel.remedy
     for name in scaled:
+        scale = module._parameters.get(f"{name}_scale")
+        if scale is not None and scale.ndim < 2 and not kernel.format.is_shared:
+            return f"holds `{name}` with one scale, which is not block FP8", rules.other_quantization
         why = _why_not_placed(name, own[name], own[name + SCALE_SUFFIX], kernel.format)
         if why is not None:
             return why, kernel.remedy

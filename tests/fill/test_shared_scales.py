@@ -1,5 +1,7 @@
 """Slots that share one scale: the same bytes from every kind of source, and what is refused."""
 
+import logging
+import time
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -11,15 +13,17 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fp8refit.config import RefitConfig
-from fp8refit.errors import InvalidSourceError, NonFiniteError
+from fp8refit.driver.drop_in import DropIn, DropInOptions
+from fp8refit.errors import InvalidSourceError, NonFiniteError, UnsupportedEngineError
 from fp8refit.fill.from_buckets import ReceivedSource
-from fp8refit.fill.plan import PlanBuilder
+from fp8refit.fill.plan import PlanBuilder, Step
 from fp8refit.fill.scratch import place_spans
 from fp8refit.fill.together import Together
 from fp8refit.kernels.reference import quantize_reference
 from fp8refit.live.formats import PER_TENSOR, AmaxOver
 from fp8refit.live.overlaps import shared_bytes
 from fp8refit.live.slots import FP8_DTYPE, Inventory, Op, Slot, Stacked, TensorMeta, dtype_name
+from fp8refit.ranks.rank import Rank as OneRank
 from fp8refit.ranks.target import Target
 from fp8refit.sources.row_runs import Piece
 from fp8refit.sources.source import PushedSource, as_source
@@ -165,21 +169,6 @@ def test_a_comparison_finds_what_differs_and_changes_nothing():
     rank.assert_holds(policy_of(1))
 
 
-def test_one_tensor_alone_is_compared_with_the_scale_that_it_shares():
-    """The largest value is in k: less of it is another scale, although the codes of k would be the same."""
-    rank, policy = Rank(), policy_of(1)
-    rank.refit(as_source(policy))
-    for name, tensor in policy.items():
-        assert rank.target.holds({name: tensor}), name
-        assert not rank.target.holds({name: tensor * 2}), name
-    lower = policy["k"].clone()
-    lower[-1, 3] -= 0.0625
-    codes, _, _ = quantize_reference(lower, PER_TENSOR, given=rank.scale)
-    assert bytes_of(codes[:, rank.columns]) == bytes_of(rank.fused[256 - 64 : 256])
-    assert not rank.target.holds({"k": lower})
-    rank.assert_holds(policy)
-
-
 @pytest.mark.parametrize("mode", ["strict", "fused"])
 def test_nan_is_named_and_the_next_policy_heals(mode):
     rank, bad = Rank(), policy_of(2)
@@ -258,6 +247,11 @@ def test_nothing_that_is_kept_at_one_time_has_one_place(drawn):
     assert total <= sum(-(-size // 256) * 256 for size in sizes.values())
 
 
+def test_the_drop_in_refuses_what_it_could_not_compare_alone():
+    with pytest.raises(UnsupportedEngineError, match="q has one scale for all of it, which the drop-in does not take"):
+        DropIn(None, OneRank(Rank().target), DropInOptions(drop_in=True), logging.getLogger())
+
+
 def test_steps_that_find_a_maximum_read_the_whole_tensor_or_the_ranks_own_part():
     slots = Rank(1).slots
     plan = PlanBuilder(slots).plan(
@@ -313,6 +307,60 @@ def test_what_waits_is_let_go():
     )
     steps = {name: [step for step in plan.steps if step.source == name] for name in ROWS}
     together = Together[str](slots)
-    assert together.is_last(steps["o"]) and not together.is_last(steps["q"])
     assert together.add("q", steps["q"]) == [] and together.add("o", steps["o"]) == ["o"]
+    assert together.take_new() == ["q"] and together.take_new() == []
     assert together.add("k", steps["k"]) == [] and together.add("v", steps["v"]) == ["q", "k", "v"]
+    assert together.take_new() == []
+
+
+def test_ten_thousand_may_wait():
+    """Every first half comes before every second one."""
+    weight, scale = torch.zeros(20_000, 1, 1).to(FP8_DTYPE), torch.zeros(10_000)
+    slots = [
+        Slot(
+            name=f"{number}.{half}",
+            full_shape=(1, 1),
+            weight=weight[2 * number + half],
+            scale=scale[number].view(1, 1),
+            format=PER_TENSOR,
+        )
+        for half in range(2)
+        for number in range(10_000)
+    ]
+    steps = [[Step(Op.QUANTIZE, slot.name, index, (0, 0), (1, 1), "bfloat16")] for index, slot in enumerate(slots)]
+    together, start_s = Together[int](slots), time.perf_counter()
+    ready = [together.add(index, steps[index]) for index in range(len(slots))]
+    assert ready[:10_000] == [[]] * 10_000
+    assert ready[10_000:] == [[number, number + 10_000] for number in range(10_000)]
+    assert time.perf_counter() - start_s < 5
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (2, 2, 1), (3, 2), (1, 4), (5,), (2, 1, 2)])
+def test_lists_may_be_overwritten_once_they_were_taken(sizes):
+    rank, policy = Rank(), policy_of(4)
+    items = [(name, policy[name].clone()) for name in ("q", "norm", "k", "v", "o")]
+    rank.target.begin(rank.target.prepare(PushedSource(None), RefitConfig()))
+    for size in sizes:
+        part, items = items[:size], items[size:]
+        rank.target.push(part)
+        for _, tensor in part:
+            tensor.fill_(torch.nan)
+    rank.target.finish()
+    rank.target.commit()
+    rank.assert_holds(policy)
+
+
+def test_scales_beside_weights_that_are_not_fp8_are_named():
+    rank, policy = Rank(), policy_of(1)
+    items = [(name, tensor) for name, tensor in policy.items()]
+    items.insert(1, ("q_scale_inv", torch.ones(1, 1)))
+    with pytest.raises(InvalidSourceError, match="q_scale_inv: is a scale, but q is bfloat16; leave the scale out"):
+        rank.refit(as_source(iter(items)))
+
+
+def test_a_second_name_of_what_shares_a_scale_is_refused():
+    rank = Rank()
+    inventory = Inventory(slots=rank.slots, aliases={"other": "k"})
+    target = Target(lambda: inventory, device=CPU, engine="fake", versions={})
+    with pytest.raises(UnsupportedEngineError, match="other: is a second name of k, which has one scale for all of it"):
+        refit_target(target, as_source(policy_of(1)))

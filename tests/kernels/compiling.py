@@ -115,7 +115,7 @@ def shared_tasks(source: torch.Tensor) -> list[Task]:
     target, maximum = torch.empty(source.shape).to(torch.float8_e4m3fn), torch.zeros(1)
     common = {"source": source, "offset": (0, 0), "format": PER_TENSOR}
     return [
-        Task(op=Op.MAXIMUM, target=torch.zeros(1), maximum=maximum, box_shape=tuple(source.shape), **common),
+        Task(op=Op.MAXIMUM, target=maximum, box_shape=tuple(source.shape), **common),
         Task(op=Op.QUANTIZE, target=target, scale=torch.empty(1, 1), maximum=maximum, **common),
     ]
 

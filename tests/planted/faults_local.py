@@ -79,8 +79,8 @@ FAULTS = [
     Fault(
         name="half a fill committed",
         at="fp8refit/fill/resident.py::ResidentFill.__init__",
-        before="[step for step in plan.steps if step.source not in elsewhere]",
-        after="[step for step in plan.steps if step.source not in elsewhere][::2]",
+        before="[step for step in plan.steps if step not in staged]",
+        after="[step for step in plan.steps if step not in staged][::2]",
         found_by=f"{LOCAL}::TestOneRank",
     ),
     Fault(

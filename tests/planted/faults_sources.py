@@ -477,13 +477,13 @@ FAULTS = [
         at="fp8refit/fill/together.py::Together.add",
         before="self._lacking[group] -= {step.slot for step in steps}",
         after="self._lacking[group].clear()",
-        found_by=f"{SHARED} -k all_that_is_fused_has_come",
+        found_by=f"{SHARED} -k before_all_that_is_fused",
     ),
     Fault(
         name="a tensor that waits for others is not kept from its buffer",
-        at="fp8refit/fill/stream_writer.py::StreamWriter._take_shared",
-        before="shared.tensor = shared.tensor.detach().clone()",
-        after="shared.tensor = shared.tensor.detach()",
+        at="fp8refit/fill/stream_writer.py::StreamWriter._keep_waiting",
+        before="each.tensor.detach().clone()",
+        after="each.tensor.detach()",
         found_by=f"{SHARED} -k every_source",
     ),
     Fault(
@@ -499,12 +499,6 @@ FAULTS = [
         before="(kind.op is not Op.MAXIMUM, kind.op is not Op.QUANTIZE, repr(kind))",
         after="(kind.op is not Op.QUANTIZE, repr(kind))",
         found_by="tests/kernels/test_quantize.py -k shared_scale_covers",
-    ),
-    Fault(
-        name="a tensor that comes again is compared with a scale of its own",
-        at="fp8refit/fill/tasks.py::Maxima.know",
-        before="other.copy_(torch.maximum(other, found._of_slots.narrow(0, place, 1)))",
-        found_by=f"{SHARED} -k one_tensor_alone",
     ),
     Fault(
         name="two tensors that are kept at one time have one place",
