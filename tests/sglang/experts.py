@@ -14,7 +14,8 @@ from fp8refit import Refitter
 def run_experts(family: str, num_ranks: int, ep_size: int, work: Path) -> dict:
     """What both hold and say at policy 2, and what each kind of source leaves."""
     with booted(fp8_of(family, num_ranks, work), num_ranks, ep_size=ep_size) as engine:
-        found: dict[str, Any] = {"fresh": state(engine)}
+        outputs = generate(engine)  # before it is looked at: 0.5.12 copies a router at its first forward
+        found: dict[str, Any] = {"fresh": {"live": look(engine, "live_bytes"), "outputs": outputs}}
     with booted(bf16_of(family, 1, work), num_ranks, ep_size=ep_size, **NOISE) as engine:
         # Said once: copies that a first forward makes have to follow the policy too.
         found["noise"], before = state(engine), look(engine, "places")

@@ -100,12 +100,16 @@ class Served:
         )
         cpu_transfer.install()
         init_communicator = VLLMClient.init_communicator
-        VLLMClient.init_communicator = lambda client, device: init_communicator(client, torch.device("cuda"))
+
+        def init_at_a_free_port(client: VLLMClient, device: Any) -> None:
+            client.group_port = free_port()  # not before the server has booted, whose ranks listen at many
+            init_communicator(client, torch.device("cuda"))
+
+        VLLMClient.init_communicator = init_at_a_free_port
         self.options = {
             "vllm_mode": "server",
             "vllm_server_base_url": self._url,
             "vllm_server_timeout": 150.0,
-            "vllm_group_port": free_port(),
         }
 
     def look(self, _: GRPOTrainer) -> dict:
