@@ -66,7 +66,7 @@ def kernel_of_experts(layer: Any) -> Kernel:
 
 
 def refreshes_of_routers(model: nn.Module) -> tuple[Refresh, ...]:
-    """Refresh the float32 copies of GLM's router weights, which the first forward makes (in 0.5.15 and 0.5.17)."""
+    """Refresh the float32 copies of GLM's router weights, which the first forward makes (from 0.5.12 to 0.5.17)."""
     return tuple(
         Refresh(name=f"{name}: float32 copy", run=partial(_copy_router, module))
         for name, module in model.named_modules()
