@@ -35,6 +35,8 @@ class Claims(BaseModel, frozen=True):
     """Stacked tensors, with the needed names that each contains."""
     buffers: frozenset[str] = frozenset()
     """Needed names that a model's `named_parameters()` leaves out."""
+    shared: str | None = None
+    """A needed name whose slot has one scale for all of it, if there is one."""
 
     @classmethod
     def of(cls, inventory: Inventory) -> "Claims":
@@ -46,6 +48,7 @@ class Claims(BaseModel, frozen=True):
             aliases=inventory.aliases,
             stacks={stack.name: tuple(stack.parts) for stack in inventory.stacked},
             buffers=inventory.buffers,
+            shared=next((slot.name for slot in inventory.slots if slot.group is not None), None),
         )
 
     @classmethod
@@ -64,6 +67,7 @@ class Claims(BaseModel, frozen=True):
             aliases={alias: name for rank in ranks for alias, name in rank.aliases.items()},
             stacks=stacks,
             buffers=frozenset[str]().union(*(rank.buffers for rank in ranks)),
+            shared=next((rank.shared for rank in ranks if rank.shared is not None), None),
         )
 
 

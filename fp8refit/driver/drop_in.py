@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fp8refit.config import RefitConfig
 from fp8refit.driver.attach import attach_engine
-from fp8refit.driver.completeness import Kind, Stream, claims_of_all
+from fp8refit.driver.completeness import Claims, Kind, Stream, claims_of_all
 from fp8refit.driver.update import Update, update
 from fp8refit.errors import (
     EngineDirtyError,
@@ -92,18 +92,18 @@ class DropInOptions(BaseModel, frozen=True, extra="forbid"):
         return None if self.calibration is None else json.loads(self.calibration.read_text())
 
 
-def _check_own_scales(rank: Rank) -> None:
+def _check_own_scales(claims: Claims) -> Claims:
     """Check that no tensors share a scale: what comes again could not be compared alone with what the engine holds.
 
     Raises:
         UnsupportedEngineError: Some do.
     """
-    shared = next((slot.name for slot in rank.target.live.read().slots if slot.group is not None), None)
-    if shared is not None:
+    if claims.shared is not None:
         raise UnsupportedEngineError(
-            f"{shared} has one scale for all of it, which the drop-in does not take; boot with one scale per row or block "
-            "(fp8_per_channel, fp8_per_block), or refit by Refitter or update"
+            f"{claims.shared} has one scale for all of it, which the drop-in does not take; boot with one scale per row or "
+            "block (fp8_per_channel, fp8_per_block), or refit by Refitter or update"
         )
+    return claims
 
 
 class DropIn:
@@ -123,8 +123,7 @@ class DropIn:
         self.owner, self._rank, self._logger = owner, rank, logger
         self._config = RefitConfig(keep=options.keep)
         self._calibration = options.read_calibration()
-        self._stream = Stream(claims_of_all(rank, self._config), options.keep)
-        _check_own_scales(rank)
+        self._stream = Stream(_check_own_scales(claims_of_all(rank, self._config)), options.keep)
         self._update: Update | None = None
         self._skipped: dict[str, None] = {}
         """Names that arrived while no policy was open, and that no slot takes."""
