@@ -1,8 +1,8 @@
 """The options that users set."""
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 Validate = Literal["fused", "strict", "off"]
 InFlight = Literal["wait", "abort", "keep"]
@@ -80,7 +80,7 @@ class RefitConfig(BaseModel, frozen=True, extra="forbid"):
 
     keep: tuple[str, ...] = ()
     """Patterns (`*` and `?`) of checkpoint names that may be missing, such as frozen parameters: the engine keeps its
-    values. Weights discarded by sleep mode or overwritten by a failed refit cannot be kept."""
+    values. Weights discarded by sleep mode or overwritten by a failed refit cannot be kept. One pattern may be a string."""
 
     prove_trace: bool = True
     """Whether the first refit of an engine compares what fp8refit knows of the engine's own loader with what the loader does:
@@ -111,6 +111,11 @@ class RefitConfig(BaseModel, frozen=True, extra="forbid"):
     timeout_s: float = Field(default=300.0, gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)
     """Seconds to wait for any other rank or process at each step, and for running requests under `in_flight="wait"`. At
     most 86,400, one day. A rank that reads files must finish within one step."""
+
+    @field_validator("keep", mode="before")
+    @classmethod
+    def _one_or_several(cls, patterns: Any) -> Any:
+        return (patterns,) if isinstance(patterns, str) else patterns
 
 
 class Job(BaseModel, frozen=True, extra="forbid"):

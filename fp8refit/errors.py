@@ -4,8 +4,17 @@ An error caused by a caller's input is also a `ValueError`. Each message says wh
 do.
 """
 
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
 
+MOST_LINES = 20
+UNEXPECTED = "unexpected, this engine has no such weight; leave it out"
+MISSING = "missing"
+_LONGEST_PART = 3
+"""Components of a name that may be too many, or lacking, in one place."""
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _WRITTEN_IN_PART = "The engine holds part of this policy and refuses requests until the next complete refit."
 
 
@@ -16,11 +25,11 @@ class RefitError(Exception):
 class InvalidSourceError(RefitError, ValueError):
     """The source does not fit this engine: names, shapes, dtypes, devices or scales.
 
-    Lists every problem at once. Raised before anything is written, except for problems that appear only while a stream is
-    read.
+    Raised before anything is written, except for problems that appear only while a stream is read. The message says what many
+    names have in common, and folds what differs only in numbers.
 
     Attributes:
-        problems: One line per problem, each naming its tensor.
+        problems: One line per problem, each naming its tensor: all of them.
         written: Whether the engine was written in part.
     """
 
@@ -28,7 +37,7 @@ class InvalidSourceError(RefitError, ValueError):
         self.problems = tuple(problems)
         self.written = written
         count = len(self.problems)
-        listing = "".join(f"\n  - {problem}" for problem in self.problems)
+        listing = "".join(f"\n  - {line}" for line in told(self.problems))
         consequence = f"\n{_WRITTEN_IN_PART}" if written else ""
         super().__init__(f"the source cannot be used ({count} problem{'s' * (count != 1)}):{listing}{consequence}")
 
@@ -113,6 +122,21 @@ class EngineDirtyError(RefitError):
     """The engine holds a mixture of two policies and refuses requests until a complete refit."""
 
 
+class DifferentPolicyError(RefitError):
+    """The engine does not hold the policy that it was compared with.
+
+    Attributes:
+        names: Checkpoint names of the tensors that differ.
+    """
+
+    def __init__(self, names: Sequence[str], version: int) -> None:
+        self.names, self.version = tuple(names), version
+        listing = "".join(f"\n  - {line}" for line in told([f"{name}: differs" for name in names]))
+        super().__init__(
+            f"the engine, at version {version}, does not hold this policy; {len(names)} tensor(s) differ:{listing}"
+        )
+
+
 class LiveTensorMovedError(RefitError):
     """A live tensor moved, or changed shape, stride or dtype, while it was being refitted."""
 
@@ -142,3 +166,125 @@ class TransportError(RefitError):
 
 class EngineLostError(RefitError):
     """The engine cannot be repaired: a CUDA fault, or a rank that died or does not answer. Restart it."""
+
+
+def told(problems: Sequence[str]) -> list[str]:
+    """Lines for people, at most `MOST_LINES` and a few.
+
+    Args:
+        problems: `NAME: what is wrong with it`.
+
+    Examples:
+        >>> for line in told([f"actor.layers.{i}.weight: {UNEXPECTED}" for i in range(30)]
+        ...                  + [f"layers.{i}.weight: missing" for i in range(30)]):
+        ...     print(line)
+        30 of 30 unexpected names begin with `actor.` and fit without it; send them without it
+        actor.layers.{0..29}.weight: unexpected, this engine has no such weight; leave it out (30 names)
+        layers.{0..29}.weight: missing (30 names)
+    """
+    lines = list(problems) if len(problems) <= MOST_LINES else fold(problems)
+    names: dict[str, list[str]] = {UNEXPECTED: [], MISSING: []}
+    for name, what in map(_split, problems):
+        if what in names:
+            names[what].append(name)
+    shown, rest = lines[:MOST_LINES], lines[MOST_LINES:]
+    if rest:
+        shown.append(f"... and {len(rest)} more lines; `problems` of this error has all {len(problems)}")
+    in_common = list(_in_common(names[UNEXPECTED], names[MISSING]))
+    if names[MISSING] and not names[UNEXPECTED]:
+        shown.append("if the trainer never changes what is missing, name it in keep=, and the engine keeps its values")
+    return [*in_common, *shown]
+
+
+def fold(problems: Iterable[str]) -> list[str]:
+    """One line for all names that differ in numbers only and have the same problem, in the order of the first ones.
+
+    Examples:
+        >>> fold(["layers.0.w: missing", "layers.1.w: missing", "norm.w: missing"])
+        ['layers.{0..1}.w: missing (2 names)', 'norm.w: missing']
+    """
+    alike: dict[tuple[str, str], list[tuple[int, ...]]] = {}
+    for name, what in map(_split, problems):
+        numbers = tuple(map(int, _NUMBER.findall(name)))
+        alike.setdefault((_NUMBER.sub("{}", name), what), []).append(numbers)
+    return [_folded(pattern, what, numbers) for (pattern, what), numbers in alike.items()]
+
+
+def _folded(pattern: str, what: str, found: Sequence[tuple[int, ...]]) -> str:
+    ranges = (_said(sorted(set(numbers))) for numbers in zip(*found, strict=True))
+    name = pattern
+    for said in ranges:
+        name = name.replace("{}", said, 1)
+    count = f" ({len(found)} names)" if len(found) > 1 else ""
+    return f"{name}: {what}{count}" if what else f"{name}{count}"
+
+
+def _said(numbers: Sequence[int]) -> str:
+    """Numbers, ascending, as in a shell."""
+    first, last = numbers[0], numbers[-1]
+    if first == last:
+        return str(first)
+    if len(numbers) == last - first + 1:
+        return f"{{{first}..{last}}}"
+    return f"{{{','.join(map(str, numbers[:3]))}{',...' if len(numbers) > 3 else ''}}}"
+
+
+def _split(problem: str) -> tuple[str, str]:
+    name, _, what = problem.partition(": ")
+    return name, what
+
+
+def _in_common(unexpected: Sequence[str], missing: Sequence[str]) -> Iterator[str]:
+    """Say what most names have too much, or lack, compared with those that the engine needs."""
+    if not unexpected or not missing:
+        return
+    added, lacking = _parts(unexpected, missing), _parts(missing, unexpected)
+    if added and 2 * added[1] >= len(unexpected):
+        (place, part), count = added
+        where = place.format(part)
+        yield f"{count} of {len(unexpected)} unexpected names {where} and fit without it; send them without it"
+    elif lacking and 2 * lacking[1] >= len(missing):
+        (place, part), count = lacking
+        where = place.format(part)
+        yield f"{count} of {len(missing)} missing names {where} and were sent without it; send them with it"
+    elif shifted := _shifted(unexpected, missing):
+        yield shifted
+    elif len(unexpected) + len(missing) <= MOST_LINES:
+        kinds = {_NUMBER.sub("{}", name): name for name in reversed(unexpected)}
+        for name in reversed(kinds.values()):
+            for closest in get_close_matches(name, missing, n=1, cutoff=0.9):
+                yield f"{name} is unexpected, and {closest} is missing: is it misspelt?"
+
+
+def _parts(longer: Iterable[str], shorter: Iterable[str]) -> tuple[tuple[str, str], int] | None:
+    """What has to be left out of most of the longer names so that they are shorter ones: where and what, and of how many."""
+    others, found = frozenset(shorter), Counter[tuple[str, str]]()
+    for name in longer:
+        pieces = name.split(".")
+        for first, end in _stretches(len(pieces)):
+            if ".".join(pieces[:first] + pieces[end:]) in others:
+                part = ".".join(pieces[first:end])
+                if end == len(pieces):
+                    found["end with `{}`", f".{part}"] += 1
+                else:
+                    found["have `{}` in them" if first else "begin with `{}`", f"{part}."] += 1
+                break
+    return found.most_common(1)[0] if found else None
+
+
+def _stretches(length: int) -> Iterator[tuple[int, int]]:
+    """Parts of a name of some components, the first ones first."""
+    for first in range(length):
+        for end in range(first + 1, min(first + _LONGEST_PART, length) + 1):
+            if end - first < length:
+                yield first, end
+
+
+def _shifted(unexpected: Sequence[str], missing: Sequence[str]) -> str | None:
+    """Say that the same names were sent with another number: layers are counted from 1, or there are others."""
+    sent, needed = ({_NUMBER.sub("{}", name) for name in names} for names in (unexpected, missing))
+    numbers = [{_NUMBER.findall(name)[0] for name in names if _NUMBER.search(name)} for names in (unexpected, missing)]
+    if sent != needed or any(len(found) != 1 for found in numbers):
+        return None
+    (one,), (other,) = numbers
+    return f"layers are shifted: those of number {one} were sent, and those of number {other} are missing"

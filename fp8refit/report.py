@@ -7,6 +7,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, computed_field
 
+from fp8refit.errors import DifferentPolicyError, told
+
 
 class KvReport(BaseModel, frozen=True):
     """Which KV-cache scales were written, and where they came from."""
@@ -147,6 +149,29 @@ class RefitReport(BaseModel, frozen=True):
         seconds = self.fill_device_s if self.fill_device_s is not None else self.phases_s.get("fill", 0.0)
         return (self.bytes_read + self.bytes_written) / seconds / 1e9 if seconds > 0 else 0.0
 
+    def metrics(self, prefix: str = "fp8refit/") -> dict[str, float]:
+        """Flat scalars for W&B, TensorBoard and the like: seconds of each phase (`fp8refit/fill_s`), bytes, and counts.
+
+        Args:
+            prefix: What each name begins with.
+        """
+        found = {
+            "version": self.version,
+            "num_tensors": self.num_tensors,
+            "num_quantized": self.num_quantized,
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "extra_bytes": self.extra_bytes,
+            "num_interrupted": self.num_interrupted,
+            "num_kept": len(self.kept),
+            "gb_per_s": self.gb_per_s,
+            "total_s": self.total_s,
+            **{f"{phase}_s": seconds for phase, seconds in self.phases_s.items()},
+        }
+        if self.fill_device_s is not None:
+            found["fill_device_s"] = self.fill_device_s
+        return {f"{prefix}{name}": float(value) for name, value in found.items()}
+
     def summary(self) -> str:
         """Describe the refit in one line."""
         phases = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in self.phases_s.items())
@@ -178,7 +203,7 @@ class RefitReport(BaseModel, frozen=True):
 
 
 class VerifyReport(BaseModel, frozen=True):
-    """How the weights in an engine compare with a policy."""
+    """How the weights in an engine compare with a policy. It is false if they differ, and `str(report)` is a table."""
 
     version: int
     """The version that the engine says it serves."""
@@ -194,6 +219,39 @@ class VerifyReport(BaseModel, frozen=True):
         """Whether every rank holds this policy, bit for bit."""
         return not self.differing
 
+    def __bool__(self) -> bool:
+        return self.is_equal
+
+    def raise_if_different(self) -> None:
+        """Check that every rank holds this policy.
+
+        Raises:
+            DifferentPolicyError: One does not; names every tensor.
+        """
+        if self.differing:
+            raise DifferentPolicyError(tuple(self.differing), self.version)
+
+    def metrics(self, prefix: str = "fp8refit/verify/") -> dict[str, float]:
+        """Flat scalars for W&B, TensorBoard and the like: version, tensors, how many differ, and on how many ranks.
+
+        Args:
+            prefix: What each name begins with.
+        """
+        found = {
+            "version": self.version,
+            "num_tensors": self.num_tensors,
+            "num_differing": len(self.differing),
+            "num_differing_ranks": len({rank for ranks in self.differing.values() for rank in ranks}),
+        }
+        return {f"{prefix}{name}": float(value) for name, value in found.items()}
+
+    def __str__(self) -> str:
+        rows = [("version", self.version), ("tensors", self.num_tensors), ("differing", len(self.differing))]
+        table = [f"{name:<9} {value:>13}" for name, value in rows]
+        return "\n".join(
+            table + told([f"{name}: differs on rank {_listed(ranks)}" for name, ranks in self.differing.items()])
+        )
+
     @classmethod
     def of(cls, ranks: Sequence[RankReport], *, version: int) -> Self:
         """Combine what every rank found."""
@@ -205,6 +263,10 @@ class VerifyReport(BaseModel, frozen=True):
             differing=differing,
             ranks=tuple(ranks),
         )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _num_taken(ranks: Sequence[RankReport]) -> int:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from fp8refit.errors import InvalidSourceError
+from fp8refit.errors import MISSING, UNEXPECTED, InvalidSourceError
 from fp8refit.fill.fitting import Fit, fit_maximum, fit_scale, fit_weight
 from fp8refit.live.names import is_adapter_weight, is_kv_scale, is_not_a_weight, other_spellings, stack_of
 from fp8refit.live.slots import SCALE_SUFFIX, Op, Slot, Stacked, TensorMeta, dtype_name
@@ -313,7 +313,7 @@ class PlanBuilder:
                         if any(map(self._is_kept, (*names, *([stack.name] if stack else [])))):
                             self._kept[name] = None
                             continue
-                        yield f"{stack.name}: missing, whole and expert by expert" if stack else f"{name}: missing"
+                        yield f"{stack.name}: missing, whole and expert by expert" if stack else f"{name}: {MISSING}"
                 elif weight.op is Op.COPY_CODES and scale is None:
                     if weight.source + SCALE_SUFFIX not in blamed:
                         yield f"{weight.source}: is FP8 without its scales; send {weight.source}{SCALE_SUFFIX} too"
@@ -327,7 +327,7 @@ def why_unknown(name: str) -> str:
         return (
             f"{name}: belongs to a LoRA adapter; merge it into the model (merge_and_unload) and send the merged weights"
         )
-    return f"{name}: unexpected, this engine has no such weight; leave it out"
+    return f"{name}: {UNEXPECTED}"
 
 
 def _step(name: str, meta: TensorMeta, index: int, fit: Fit, expert: int | None = None) -> Step:

@@ -1,0 +1,136 @@
+"""What an error says of many names."""
+
+import time
+
+import pytest
+
+from fp8refit import InvalidSourceError
+from fp8refit.errors import MISSING, MOST_LINES, UNEXPECTED, fold, told
+from fp8refit.fill.plan import PlanBuilder
+from fp8refit.live.slots import Slot, TensorMeta
+from tests.fakes import FakeModel
+
+EXPERTS = [
+    f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+    for layer in range(48)
+    for expert in range(128)
+    for part in ("gate", "up", "down")
+]
+
+
+@pytest.fixture(scope="module")
+def slots() -> tuple[Slot, ...]:
+    return tuple(FakeModel().slots())
+
+
+def said(slots, rename) -> list[str]:
+    """The lines of the error for a policy with other names."""
+    metas = {slot.name: TensorMeta(shape=slot.full_shape, dtype=slot.source_dtype) for slot in slots}
+    with pytest.raises(InvalidSourceError) as raised:
+        PlanBuilder(slots).plan({rename(name): meta for name, meta in metas.items()})
+    return str(raised.value).splitlines()[1:]
+
+
+@pytest.mark.parametrize(
+    ("rename", "expected"),
+    [
+        (
+            lambda name: f"actor.{name}",
+            "{} of {} unexpected names begin with `actor.` and fit without it; send them without it",
+        ),
+        (
+            lambda name: f"base_model.model.{name}",
+            "{} of {} unexpected names begin with `base_model.model.` and fit without it; send them without it",
+        ),
+        (
+            lambda name: name.replace("model.", "model.language_model.", 1),
+            "{} of {} unexpected names have `language_model.` in them and fit without it; send them without it",
+        ),
+        (
+            lambda name: ".base_layer.".join(name.rsplit(".", 1)),
+            "{} of {} unexpected names have `base_layer.` in them and fit without it; send them without it",
+        ),
+        (
+            lambda name: f"{name}.data",
+            "{} of {} unexpected names end with `.data` and fit without it; send them without it",
+        ),
+        (
+            lambda name: name.removeprefix("model."),
+            "{} of {} missing names begin with `model.` and were sent without it; send them with it",
+        ),
+    ],
+)
+def test_what_all_names_have_in_common_is_said_first(rename, expected, slots):
+    count = len({slot.name for slot in slots if slot.name.startswith("model.")})
+    assert said(slots, rename)[0] == "  - " + expected.format(count, count)
+
+
+def test_layers_that_are_counted_from_one_are_shifted():
+    problems = [f"model.layers.2.{part}: {UNEXPECTED}" for part in "ab"] + [
+        f"model.layers.0.{part}: {MISSING}" for part in "ab"
+    ]
+    assert told(problems)[0] == "layers are shifted: those of number 2 were sent, and those of number 0 are missing"
+
+
+def test_one_misspelt_name_is_shown_with_the_closest_one():
+    """Once for all layers."""
+    problems = [f"model.layers.{n}.q_porj.weight: {UNEXPECTED}" for n in range(2)]
+    problems += [f"model.layers.{n}.{part}_proj.weight: {MISSING}" for n in range(2) for part in "qk"]
+    first, *others = told(problems)
+    assert (
+        first
+        == "model.layers.0.q_porj.weight is unexpected, and model.layers.0.q_proj.weight is missing: is it misspelt?"
+    )
+    assert others == problems
+
+
+def test_names_of_another_family_are_listed_without_a_guess():
+    problems = [f"transformer.h.{n}.attn: {UNEXPECTED}" for n in range(3)] + [
+        f"model.layers.{n}.mlp: {MISSING}" for n in range(3)
+    ]
+    assert told(problems) == problems
+
+
+def test_many_names_take_few_lines_and_little_time():
+    problems = [f"actor.{name}: {UNEXPECTED}" for name in EXPERTS] + [f"{name}: {MISSING}" for name in EXPERTS]
+    start_s = time.perf_counter()
+    error = InvalidSourceError(problems)
+    assert time.perf_counter() - start_s < 5
+    assert error.problems == tuple(problems)
+    assert str(error).splitlines() == [
+        "the source cannot be used (36864 problems):",
+        "  - 18432 of 18432 unexpected names begin with `actor.` and fit without it; send them without it",
+        *(
+            f"  - actor.model.layers.{{0..47}}.mlp.experts.{{0..127}}.{part}_proj.weight: {UNEXPECTED} (6144 names)"
+            for part in ("gate", "up", "down")
+        ),
+        *(
+            f"  - model.layers.{{0..47}}.mlp.experts.{{0..127}}.{part}_proj.weight: {MISSING} (6144 names)"
+            for part in ("gate", "up", "down")
+        ),
+    ]
+
+
+def test_what_does_not_fold_is_cut():
+    problems = [f"{'abcdefghijklmnopqrstuvwxyz'[n]}.weight: has shape [{n}]" for n in range(26)]
+    lines = told(problems)
+    assert lines[:MOST_LINES] == problems[:MOST_LINES]
+    assert lines[MOST_LINES:] == ["... and 6 more lines; `problems` of this error has all 26"]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ((3,), "a.3.w: x"),
+        ((3, 4, 5), "a.{3..5}.w: x (3 names)"),
+        ((1, 5), "a.{1,5}.w: x (2 names)"),
+        ((1, 3, 5, 7), "a.{1,3,5,...}.w: x (4 names)"),
+    ],
+)
+def test_numbers_are_folded(numbers, expected):
+    assert fold(f"a.{number}.w: x" for number in numbers) == [expected]
+
+
+def test_few_problems_are_shown_as_they_are():
+    problems = [f"model.layers.{n}.weight: is on the meta device" for n in range(MOST_LINES)]
+    assert told(problems) == problems
