@@ -75,13 +75,15 @@ class InvalidCorrectionError(RefitError, ValueError):
 class UnsupportedEngineError(RefitError, ValueError):
     """fp8refit cannot refit this engine: it is unknown, not block FP8, or has layers whose kernel repacks weights.
 
+    The message says each cause once, with all modules that it is true of.
+
     Attributes:
-        reasons: One line per reason, naming the module and what to set instead.
+        reasons: One line per module: its name, why it is refused, and what to set instead.
     """
 
     def __init__(self, summary: str, reasons: Sequence[str] = ()) -> None:
         self.reasons = tuple(reasons)
-        super().__init__("\n".join([summary, *(f"  - {reason}" for reason in self.reasons)]))
+        super().__init__("\n".join([summary, *(f"  - {line}" for line in by_cause(self.reasons))]))
 
 
 class CheckpointError(RefitError, ValueError):
@@ -194,6 +196,20 @@ def told(problems: Sequence[str]) -> list[str]:
     if names[MISSING] and not names[UNEXPECTED]:
         shown.append("if the trainer never changes what is missing, name it in keep=, and the engine keeps its values")
     return [*in_common, *shown]
+
+
+def by_cause(reasons: Iterable[str]) -> list[str]:
+    """One line for all names that have the same problem.
+
+    Examples:
+        >>> by_cause([f"layers.{i}.{part}: its kernel repacks" for i in range(3) for part in ("up", "down")])
+        ['layers.{0..2}.up (3 names), layers.{0..2}.down (3 names): its kernel repacks']
+    """
+    causes: dict[str, list[str]] = {}
+    for name, what in map(_split, reasons):
+        causes.setdefault(what, []).append(name)
+    alone = fold(causes.pop("", ()))
+    return [*(f"{', '.join(fold(names))}: {what}" for what, names in causes.items()), *alone]
 
 
 def fold(problems: Iterable[str]) -> list[str]:

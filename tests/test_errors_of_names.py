@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from fp8refit import InvalidSourceError
-from fp8refit.errors import MISSING, MOST_LINES, UNEXPECTED, fold, told
+from fp8refit import InvalidSourceError, UnsupportedEngineError
+from fp8refit.errors import MISSING, MOST_LINES, UNEXPECTED, by_cause, fold, told
 from fp8refit.fill.plan import PlanBuilder
 from fp8refit.live.slots import Slot, TensorMeta
 from tests.fakes import FakeModel
@@ -134,3 +134,23 @@ def test_numbers_are_folded(numbers, expected):
 def test_few_problems_are_shown_as_they_are():
     problems = [f"model.layers.{n}.weight: is on the meta device" for n in range(MOST_LINES)]
     assert told(problems) == problems
+
+
+def test_a_cause_is_said_once_for_all_layers():
+    parts = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    names = [f"model.layers.{layer}.{part}" for layer in range(36) for part in parts]
+    error = UnsupportedEngineError(
+        "refused:", [f"{name}: its kernel repacks. Choose another" for name in names] + ["head: is odd"]
+    )
+    assert len(error.reasons) == 145
+    folded = ", ".join(f"model.layers.{{0..35}}.{part} (36 names)" for part in parts)
+    assert str(error).splitlines() == [
+        "refused:",
+        f"  - {folded}: its kernel repacks. Choose another",
+        "  - head: is odd",
+    ]
+
+
+@pytest.mark.parametrize("reasons", [(), ("no name",), ("one", "two"), ("a: b", "c: d"), ("a: b: c",)])
+def test_single_reasons_are_said_as_they_are(reasons):
+    assert by_cause(reasons) == list(reasons)
