@@ -82,6 +82,10 @@ class RefitConfig(BaseModel, frozen=True, extra="forbid"):
     """Patterns (`*` and `?`) of checkpoint names that may be missing, such as frozen parameters: the engine keeps its
     values. Weights discarded by sleep mode or overwritten by a failed refit cannot be kept. One pattern may be a string."""
 
+    ignore: tuple[str, ...] = ()
+    """Patterns (`*` and `?`) of names that the trainer may send although the engine has no such weight. Whatever else the
+    engine does not know is an error. One pattern may be a string."""
+
     prove_trace: bool = True
     """Whether the first refit of an engine compares what fp8refit knows of the engine's own loader with what the loader does:
     it loads random values into one layer of each kind, apart from the live model. What differs is refused by name. Takes about
@@ -112,7 +116,7 @@ class RefitConfig(BaseModel, frozen=True, extra="forbid"):
     """Seconds to wait for any other rank or process at each step, and for running requests under `in_flight="wait"`. At
     most 86,400, one day. A rank that reads files must finish within one step."""
 
-    @field_validator("keep", mode="before")
+    @field_validator("keep", "ignore", mode="before")
     @classmethod
     def _one_or_several(cls, patterns: Any) -> Any:
         return (patterns,) if isinstance(patterns, str) else patterns

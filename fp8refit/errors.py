@@ -195,6 +195,8 @@ def told(problems: Sequence[str]) -> list[str]:
     in_common = list(_in_common(names[UNEXPECTED], names[MISSING]))
     if names[MISSING] and not names[UNEXPECTED]:
         shown.append("if the trainer never changes what is missing, name it in keep=, and the engine keeps its values")
+    elif names[UNEXPECTED] and not names[MISSING]:
+        shown.append("what is sent too much may come if ignore= names it")
     return [*in_common, *shown]
 
 

@@ -28,7 +28,7 @@ class Claims(BaseModel, frozen=True):
     optional: frozenset[str] = frozenset()
     """Names that may arrive: KV scales."""
     skipped: frozenset[str] = frozenset()
-    """Names that may arrive and are ignored; see `Inventory.unneeded`."""
+    """Names that may arrive and are ignored; see `Inventory.unneeded` and `RefitConfig.ignore`."""
     aliases: dict[str, str] = {}
     """Second names of tied tensors, with the first name."""
     stacks: dict[str, tuple[str, ...]] = {}
@@ -220,4 +220,5 @@ def claims_of_all(rank: Rank, config: RefitConfig) -> Claims:
     failed = {place: one.error for place, one in enumerate(ranks) if one.error is not None}
     if failed:
         raise merge_errors(failed, num_ranks=len(ranks))
-    return Claims.union(one.claims for one in ranks)
+    claims = Claims.union(one.claims for one in ranks)
+    return claims.model_copy(update={"skipped": claims.skipped.union(config.ignore)})

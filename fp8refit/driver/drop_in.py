@@ -65,13 +65,15 @@ class DropInOptions(BaseModel, frozen=True, extra="forbid"):
     commit."""
     keep: tuple[str, ...] = ()
     """`FP8REFIT_KEEP`: comma-separated patterns of frozen parameters that the trainer never sends."""
+    ignore: tuple[str, ...] = ()
+    """`FP8REFIT_IGNORE`: comma-separated patterns of what the trainer sends too much."""
 
     @property
     def is_asked(self) -> bool:
         """Whether anything is to change in an engine."""
         return self.drop_in or self.quantization is not None
 
-    @field_validator("keep", mode="before")
+    @field_validator("keep", "ignore", mode="before")
     @classmethod
     def _split(cls, patterns: Any) -> Any:
         return tuple(filter(None, patterns.split(","))) if isinstance(patterns, str) else patterns
@@ -121,7 +123,7 @@ class DropIn:
 
     def __init__(self, owner: Any, rank: Rank, options: DropInOptions, logger: logging.Logger) -> None:
         self.owner, self._rank, self._logger = owner, rank, logger
-        self._config = RefitConfig(keep=options.keep)
+        self._config = RefitConfig(keep=options.keep, ignore=options.ignore)
         self._calibration = options.read_calibration()
         self._stream = Stream(_check_own_scales(claims_of_all(rank, self._config)), options.keep)
         self._update: Update | None = None

@@ -233,7 +233,7 @@ class Fills:
         return PlanBuilder(
             inventory.slots,
             aliases=inventory.aliases,
-            unneeded=self._foreign.union(inventory.unneeded),
+            unneeded=self._foreign.union(inventory.unneeded, self._config.ignore),
             stacked=inventory.stacked,
             problems=problems,
             keep=self._config.keep,
@@ -261,4 +261,4 @@ class Fills:
 
 def _compiled_for(config: RefitConfig, foreign: frozenset[str]) -> tuple[object, ...]:
     """What plans and tables depend on, beside the inventory and the source."""
-    return config.keep, config.fp32_sources, config.on_scale_mismatch, foreign
+    return config.keep, config.ignore, config.fp32_sources, config.on_scale_mismatch, foreign

@@ -78,7 +78,7 @@ def are_unneeded(names: Iterable[str]) -> Callable[[str], bool]:
         names: See `Inventory.unneeded`.
     """
     known = frozenset(names)
-    is_like = is_any_of([name for name in known if "*" in name])
+    is_like = is_any_of([name for name in known if "*" in name or "?" in name])
     return lambda name: (
         name in known or name.removesuffix(SCALE_SUFFIX) in known or is_not_a_weight(name) or is_like(name)
     )

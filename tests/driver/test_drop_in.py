@@ -929,6 +929,7 @@ def simulate(monkeypatch):
         ({}, None, {"drop_in": False, "keep": ()}),
         ({"FP8REFIT_DROP_IN": "1"}, None, {"drop_in": True}),
         ({"FP8REFIT_DROP_IN": "0", "FP8REFIT_KEEP": "*norm*,a.b"}, {}, {"drop_in": False, "keep": ("*norm*", "a.b")}),
+        ({"FP8REFIT_IGNORE": "critic.*"}, {}, {"ignore": ("critic.*",)}),
         ({"FP8REFIT_DROP_IN": "1"}, {"drop_in": False}, {"drop_in": False}),
         ({"FP8REFIT_QUANTIZATION": "fp8_per_block"}, None, {"quantization": "fp8_per_block", "drop_in": False}),
     ],

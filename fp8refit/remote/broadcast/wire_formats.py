@@ -88,7 +88,7 @@ class _Chooser:
         self._slots: dict[str, list[SlotLayout]] = {}
         self._aliases: dict[str, str] = {}
         self._stacks: dict[str, list[Stacked]] = {}
-        self._is_unneeded = are_unneeded(name for layout in layouts for name in layout.unneeded)
+        self._is_unneeded = are_unneeded([*config.ignore, *(name for layout in layouts for name in layout.unneeded)])
         for layout in layouts:
             self._aliases |= layout.aliases
             for slot in layout.slots:

@@ -19,7 +19,7 @@ from fp8refit.transport.memory.segment import Segment, TensorRef
 from fp8refit.transport.stamps import FileStamp
 from fp8refit.transport.vote import ErrorRecord
 
-PROTOCOL = 16
+PROTOCOL = 17
 """Version of these messages; both sides must use the same."""
 _MAX_PROBLEMS = 100
 """Further problems are only counted: pydantic's list of them takes a hundred times the size of the message."""
