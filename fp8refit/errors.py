@@ -131,11 +131,10 @@ class DifferentPolicyError(RefitError):
         names: Checkpoint names of the tensors that differ.
     """
 
-    def __init__(self, names: Sequence[str], version: int) -> None:
-        self.names, self.version = tuple(names), version
-        listing = "".join(f"\n  - {line}" for line in told([f"{name}: differs" for name in names]))
+    def __init__(self, summary: str, names: Sequence[str] = ()) -> None:
+        self.names = tuple(names)
         super().__init__(
-            f"the engine, at version {version}, does not hold this policy; {len(names)} tensor(s) differ:{listing}"
+            "\n".join([summary, *(f"  - {line}" for line in told([f"{name}: differs" for name in names]))])
         )
 
 

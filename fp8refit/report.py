@@ -229,7 +229,10 @@ class VerifyReport(BaseModel, frozen=True):
             DifferentPolicyError: One does not; names every tensor.
         """
         if self.differing:
-            raise DifferentPolicyError(tuple(self.differing), self.version)
+            count = f"{len(self.differing)} tensor(s) differ"
+            raise DifferentPolicyError(
+                f"the engine, at version {self.version}, does not hold this policy; {count}:", tuple(self.differing)
+            )
 
     def metrics(self, prefix: str = "fp8refit/verify/") -> dict[str, float]:
         """Flat scalars for W&B, TensorBoard and the like: version, tensors, how many differ, and on how many ranks.
