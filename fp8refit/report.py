@@ -1,7 +1,7 @@
 """What a refit did and how long each phase took."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Self
 
@@ -170,7 +170,7 @@ class RefitReport(BaseModel, frozen=True):
         }
         if self.fill_device_s is not None:
             found["fill_device_s"] = self.fill_device_s
-        return {f"{prefix}{name}": float(value) for name, value in found.items()}
+        return _scalars(prefix, found)
 
     def summary(self) -> str:
         """Describe the refit in one line."""
@@ -199,7 +199,7 @@ class RefitReport(BaseModel, frozen=True):
             *((name, f"{seconds * 1e3:.3f} ms") for name, seconds in self.phases_s.items()),
             ("total", f"{self.total_s * 1e3:.3f} ms"),
         ]
-        return "\n".join(f"{name:<9} {value:>13}" for name, value in rows)
+        return _table(rows)
 
 
 class VerifyReport(BaseModel, frozen=True):
@@ -246,14 +246,14 @@ class VerifyReport(BaseModel, frozen=True):
             "num_differing": len(self.differing),
             "num_differing_ranks": len({rank for ranks in self.differing.values() for rank in ranks}),
         }
-        return {f"{prefix}{name}": float(value) for name, value in found.items()}
+        return _scalars(prefix, found)
 
     def __str__(self) -> str:
         rows = [("version", self.version), ("tensors", self.num_tensors), ("differing", len(self.differing))]
-        table = [f"{name:<9} {value:>13}" for name, value in rows]
-        return "\n".join(
-            table + told([f"{name}: differs on rank {_listed(ranks)}" for name, ranks in self.differing.items()])
+        lines = told(
+            [f"{name}: differs on rank {', '.join(map(str, ranks))}" for name, ranks in self.differing.items()]
         )
+        return "\n".join([_table(rows), *lines])
 
     @classmethod
     def of(cls, ranks: Sequence[RankReport], *, version: int) -> Self:
@@ -268,8 +268,12 @@ class VerifyReport(BaseModel, frozen=True):
         )
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
+def _table(rows: Iterable[tuple[str, object]]) -> str:
+    return "\n".join(f"{name:<9} {value!s:>13}" for name, value in rows)
+
+
+def _scalars(prefix: str, found: Mapping[str, float]) -> dict[str, float]:
+    return {f"{prefix}{name}": float(value) for name, value in found.items()}
 
 
 def _num_taken(ranks: Sequence[RankReport]) -> int:

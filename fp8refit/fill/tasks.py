@@ -128,8 +128,7 @@ def split(task: Task, num_bytes: int) -> Iterator[Task]:
     if length * row_bytes <= num_bytes or task.target.ndim == 0:
         yield task
         return
-    is_cut = task.op is Op.QUANTIZE and task.format is not None and not task.format.is_shared
-    step = task.format.block_size[0] if is_cut and task.format is not None else 1
+    step = task.format.row_step if task.op is Op.QUANTIZE and task.format is not None else 1
     rows = max(num_bytes // row_bytes // step, 1) * step
     for start in range(0, length, rows):
         yield rows_of(task, start, min(rows, length - start))

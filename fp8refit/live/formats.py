@@ -164,6 +164,11 @@ class BlockFormat:
         """Whether it has one scale per weight, which all matrices that are fused into one share."""
         return self.block_size == (WHOLE, WHOLE)
 
+    @property
+    def row_step(self) -> int:
+        """The multiple of rows at which a matrix may be cut and quantized in parts: a shared scale is known before."""
+        return 1 if self.is_shared else self.block_size[0]
+
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the scales of a matrix, or of a stack of matrices."""
         *stack, rows, columns = shape

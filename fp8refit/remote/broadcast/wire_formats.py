@@ -171,8 +171,7 @@ class _Chooser:
 
 def _row_step(held: Sequence[SlotLayout]) -> int:
     """The row multiple at which an unquantized tensor may be cut without cutting any rank's blocks."""
-    formats = {slot.format for slot in held if slot.format is not None}
-    steps = {1 if block_format.is_shared else block_format.block_size[0] for block_format in formats}
+    steps = {slot.format.row_step for slot in held if slot.format is not None}
     if not steps:
         return 1
     if len(steps) > 1 or any(slot.offset[0] % min(steps) for slot in held):
