@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, TypeVar
 
 from fp8refit.fill.plan import Step
@@ -32,14 +33,18 @@ class Together(Generic[ItemT]):
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
-        self._lacking: dict[tuple[int, int], set[int]] = {}
-        """The slots of each group whose tensors have not come."""
-        for index, slot in enumerate(slots):
-            if slot.group is not None:
-                self._lacking.setdefault(slot.group, set()).add(index)
         self._waiting: dict[tuple[int, int], list[_Waiting[ItemT]]] = {}
         self._new: list[_Waiting[ItemT]] = []
         self._num_added = 0
+
+    @cached_property
+    def _lacking(self) -> dict[tuple[int, int], set[int]]:
+        """The slots of each group whose tensors have not come. Most engines have no group, and need not be searched."""
+        lacking: dict[tuple[int, int], set[int]] = {}
+        for index, slot in enumerate(self._slots):
+            if slot.group is not None:
+                lacking.setdefault(slot.group, set()).add(index)
+        return lacking
 
     def add(self, item: ItemT, steps: Sequence[Step]) -> list[ItemT]:
         """Add a tensor with its steps. Returns those that lack nothing any more, in the order in which they came."""
