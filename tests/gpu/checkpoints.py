@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8refit import Refitter
 from fp8refit.bench.shapes import block_fp8
 from fp8refit.checkpoint import quantize_checkpoint
-from fp8refit.kernels.reference import quantize_reference
+from fp8refit.kernels.reference import block_scales, quantize_reference
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.slots import Slot
 
@@ -79,13 +79,20 @@ def slots_of(refitter: Refitter) -> tuple[Slot, ...]:
 
 def count_wrong(refitter: Refitter, policy: dict[str, Tensor]) -> int:
     """Slots whose live bytes differ from what the torch specification makes of the policy."""
-    return sum(not _holds(slot, policy[slot.name]) for slot in slots_of(refitter))
+    slots = slots_of(refitter)
+    maxima: dict[tuple[int, int], Tensor] = {}
+    for slot in slots:
+        if slot.group is not None:
+            maximum = policy[slot.name].abs().amax().float()
+            maxima[slot.group] = torch.maximum(maximum, maxima.get(slot.group, maximum))
+    return sum(not _holds(slot, policy[slot.name], maxima.get(slot.group)) for slot in slots)
 
 
-def _holds(slot: Slot, source: Tensor) -> bool:
+def _holds(slot: Slot, source: Tensor, maximum: Tensor | None) -> bool:
     if not slot.is_quantized:
         return torch.equal(source.to(slot.weight.dtype), slot.weight)
-    codes, scale, _ = quantize_reference(source, slot.format)
+    shared = None if maximum is None else block_scales(maximum, slot.format)
+    codes, scale, _ = quantize_reference(source, slot.format, shared)
     return torch.equal(codes.view(torch.uint8), slot.weight.view(torch.uint8)) and torch.equal(scale, slot.scale)
 
 

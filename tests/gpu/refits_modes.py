@@ -9,8 +9,8 @@
     external      vLLM: one rank of an external launcher (RANK in the environment)
     served        vLLM: `AsyncLLM` under load, requests kept
 
-`--per-channel`: vLLM has one scale per row. `--inside`: vLLM is in this process, compiled by torch.compile, and what its rank
-holds is held against the specification.
+`--online fp8_per_tensor`, or another name: vLLM quantizes by itself, in the fresh engine too. `--inside`: vLLM is in this process,
+compiled by torch.compile, and what its rank holds is held against the specification.
 """
 
 import asyncio
@@ -35,7 +35,6 @@ from torch import Tensor
 from fp8refit import EngineAsleepError, EngineBusyError, EngineDirtyError, NonFiniteError, Refitter
 from fp8refit.bench import RefitBenchConfig, run_refit_bench
 from fp8refit.checkpoint import quantize_checkpoint
-from fp8refit.live.formats import PER_ROW, Container, quantization_config
 
 NUM_WARM_UP = 6
 """Refits and generations after which nothing is allocated for the first time."""
@@ -57,9 +56,8 @@ def boot(args, model: Path, *, is_noise: bool = False, **options: Any) -> Engine
 def boot_noise(args, **options: Any) -> Engine:
     folder = args.work / f"dummy-{os.environ.get('RANK', 0)}-{args.tp}"
     policies.write_config(args.shape, folder)
-    if args.per_channel:
-        quantization = quantization_config(PER_ROW, ["lm_head"], Container.COMPRESSED_TENSORS)
-        options |= {"hf_overrides": {"quantization_config": quantization}}
+    if args.online:
+        options |= {"quantization": args.online, "hf_overrides": {}}
     return boot(args, folder, is_noise=True, **options)
 
 
@@ -102,7 +100,8 @@ def run_refit(args) -> dict:
 
     result: dict = {"first_refit": step_to(1), **engine.observe()}
     layout = refitter.layout()
-    write_layout(layout, args.work, args.tp)
+    if not args.online:
+        write_layout(layout, args.work, args.tp)
     result |= {"kernels": kernels_of(layout), "num_tensors": len(sets[0]), "steps": []}
     if is_here:
         write_checkpoints(args.shape, args.work, sets[1])
@@ -229,8 +228,9 @@ def try_sources(engine: Vllm, refitter: Refitter, policy: dict[str, Tensor], exp
             },
             "safetensors": lambda: args.work / "bf16",
             "one_shot_manifest": reused_buffer,
-            "prequantized": lambda: fp8_folder(args.work, args.tp),
         }
+        if not args.online:
+            sources["prequantized"] = lambda: fp8_folder(args.work, args.tp)
         if len(policy) < 350:
             sources["fp32"] = lambda: {name: tensor.float() for name, tensor in policy.items()}
     found = {}
@@ -254,7 +254,10 @@ def run_checkpoint(args) -> dict:
 
 
 def run_fresh(args) -> dict:
-    engine = boot(args, fp8_folder(args.work, args.tp))
+    if args.online:
+        engine = boot(args, args.work / "bf16", quantization=args.online)
+    else:
+        engine = boot(args, fp8_folder(args.work, args.tp))
     found = engine.observe()
     engine.shutdown()
     return found
@@ -441,7 +444,7 @@ async def serve(args) -> dict:
 OPTIONS = {
     "engine": {"choices": ["vllm", "sglang"], "default": "vllm"},
     "inside": FLAG,
-    "per-channel": FLAG,
+    "online": {"choices": ["fp8_per_block", "fp8_per_channel", "fp8_per_tensor"]},
     "tp": WHOLE,
     "refits": WHOLE | {"default": 50},
     "rounds": WHOLE | {"default": 7},
