@@ -169,9 +169,9 @@ def render_highlights(
 
 
 def _footnote(results: list[tuple[dict[str, Any], Iterable[str]]]) -> str:
-    """What the mark of rows says: the commit of each, in order, and what has changed since any of them."""
+    """What the mark of rows says: their commits, in order, and what has changed since any of them."""
     old = [(found, changed_since(found, parts)) for found, parts in results if changed_since(found, parts)]
-    commits = ", ".join(str(found.get("commit") or found.get("recorded_in")) for found, _ in old)
+    commits = ", ".join(dict.fromkeys(str(found.get("commit") or found.get("recorded_in")) for found, _ in old))
     changed = [part for part in PARTS if any(f"`{part}`" in names for _, names in old)]
     return f"\n{OLD} {commits}: before changes of {', '.join(changed)}.\n" if old else ""
 
