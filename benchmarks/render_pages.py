@@ -39,7 +39,11 @@ DROP_IN = RESULTS / "drop_in_vllm_qwen3-8b_h200.json"
 SPARSE = RESULTS / "streams_vllm_qwen3-30b-a3b_h200.json"
 OLD = "†"
 """Marks rows of earlier code."""
+OUTSIDE_STREAMS = RESULTS / "streams_vllm_qwen3-8b_h200.json"
 VLLMS_RELOAD, RELOAD_WEIGHTS = "vLLM's own reload", "vLLM's reload_weights"
+AT_REST = "tensors at rest"
+OUTSIDE = (AT_REST, "another state dict", "CPU tensors")
+"""Ways into another process."""
 STREAMS = "streams_*_h200.json"
 DROP_INS = "drop_in_*_h200.json"
 INTERLEAVED = "interleaved_*.json"
@@ -67,7 +71,9 @@ def render() -> dict[str, dict[str, str]]:
     traced, mismatches, step = _read_all(TRACED), _read_all(MISMATCH), read(STEP)
     experts, streams, drop_ins, oracle = map(_read_all, (EXPERTS, STREAMS, DROP_INS, ORACLE))
     return {
-        "README.md": {"highlights": render_highlights(single, sglang, broadcasts, servers, drop_in, sparse)},
+        "README.md": {
+            "highlights": render_highlights(single, sglang, broadcasts, servers, drop_in, sparse, read(OUTSIDE_STREAMS))
+        },
         "docs/measured.md": {
             "single": render_one(single) + render_ages([single]),
             "layouts": render_layouts(layouts) + render_ages(layouts),
@@ -104,9 +110,12 @@ def render_highlights(
     servers: list[dict[str, Any]],
     drop_in: dict[str, Any],
     sparse: dict[str, Any],
+    streams: dict[str, Any],
 ) -> str:
-    """The README's rows: what a refit takes in each setting, and what it is compared with."""
+    """The README's rows: what a refit takes in each setting, and what it is compared with; fast ways, then slow ones."""
     transfer, updates = drop_in["ways"]["trl"]["median_ms"], sparse["places"]["inside"]["ms"]
+    outside = {name: float(_median_of(streams["places"]["outside"]["ms"], name)) for name in OUTSIDE}
+    buckets_ms = float(_median_of(updates, "update in buckets"))
     vllm, theirs = single["against_reload_weights"], sglang["against_update_weights_from_tensor"]
     sent = next(found for found in broadcasts if "to 1 vLLM engine(s) of 1 rank(s)" in found["what"])
     served = next(found for found in servers if "vllm server" in found["what"])
@@ -148,10 +157,30 @@ def render_highlights(
         ),
         (
             "Qwen3-30B-A3B in buckets, inside the worker",
-            float(_median_of(updates, "update in buckets")),
+            buckets_ms,
             f"vLLM's `reload_weights`: {float(_median_of(updates, f'{RELOAD_WEIGHTS} of the same stream')):.0f} ms",
             sparse,
             INSIDE,
+        ),
+        (
+            "slow: Qwen3-30B-A3B by a generator",
+            float(_median_of(updates, "generator")),
+            f"in buckets: {buckets_ms:.1f} ms",
+            sparse,
+            INSIDE,
+        ),
+        *(
+            (
+                f"slow: {what}, vLLM in another process",
+                outside[name],
+                f"{beside}: {outside[AT_REST]:.1f} ms",
+                streams,
+                PARTS,
+            )
+            for name, what, beside in (
+                ("another state dict", "another state dict each time", "the same one"),
+                ("CPU tensors", "CPU tensors", "on the GPU"),
+            )
         ),
     ]
     compared = [single["equal_to_fresh_boot"], sglang["equal_to_fresh_boot"]]

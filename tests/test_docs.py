@@ -73,7 +73,8 @@ def test_every_example_is_linked():
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().split()) <= MAX_README_WORDS
+    words = (ROOT / "README.md").read_text().split()
+    assert sum(any(map(str.isalnum, word)) for word in words) <= MAX_README_WORDS  # not the lines of tables
 
 
 @pytest.mark.parametrize("session", ["demo", "tests"])

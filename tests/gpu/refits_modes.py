@@ -9,8 +9,8 @@
     external      vLLM: one rank of an external launcher (RANK in the environment)
     served        vLLM: `AsyncLLM` under load, requests kept
 
-`--online fp8_per_tensor`, or another name: vLLM quantizes by itself, in the fresh engine too. `--inside`: vLLM is in this process,
-compiled by torch.compile, and what its rank holds is held against the specification.
+`--online fp8_per_tensor`, or another name: vLLM quantizes by itself, in the fresh engine too. `--inside`: vLLM is in this
+process, compiled by torch.compile, and what its rank holds is held against the specification.
 """
 
 import asyncio
