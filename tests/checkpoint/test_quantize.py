@@ -571,6 +571,22 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path, src, dst):
     refuse(tmp_path, KeyboardInterrupt, None, src, dst, on_progress=interrupt)
 
 
+def test_an_interrupt_while_files_move_into_a_folder_that_was_there_leaves_nothing_behind(
+    tmp_path, src, dst, monkeypatch
+):
+    dst.mkdir()
+    moved, rename = [], Path.rename
+
+    def rename_two(file, to):
+        if len(moved) == 2:
+            raise KeyboardInterrupt
+        moved.append(rename(file, to))
+
+    monkeypatch.setattr(Path, "rename", rename_two)
+    refuse(tmp_path, KeyboardInterrupt, None, src, dst, max_shard_bytes=50_000)
+    assert len(moved) == 2 and list(dst.iterdir()) == []
+
+
 def test_a_layout_of_an_engine_that_cannot_be_refitted_is_refused(tmp_path, dst):
     like = fake_layout().model_copy(update={"refusals": ("a.b: its kernel repacks weights. Set y",)})
     refuse(

@@ -49,7 +49,8 @@ FAULTS = [
         name="files of a quantize that is interrupted stay in a folder that was there",
         at="fp8refit/checkpoint/whole_folder.py::_move_files",
         before="(dst / file.name).unlink(missing_ok=True)",
-        found_by=QUANTIZE,
+        found_by="tests/checkpoint/test_quantize.py"
+        "::test_an_interrupt_while_files_move_into_a_folder_that_was_there_leaves_nothing_behind",
     ),
     Fault(
         name="a matrix of integers is a raw error of the quantizer",
