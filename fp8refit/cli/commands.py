@@ -108,6 +108,30 @@ def inspect(
 
 
 @app.command()
+def doctor(
+    target: Annotated[
+        str | None, typer.Argument(help="URL of a running server, or model folder to boot from with --engine.")
+    ] = None,
+    engine: Annotated[str | None, typer.Option(help="Engine to boot, as for `inspect`.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show versions, plugins, GPUs and transports of this machine, and whether an engine can be refitted."""
+    from fp8refit.cli.doctor import Diagnosis, check_engine, check_machine, show_diagnosis
+
+    if engine is not None and target is None:
+        raise typer.BadParameter("needs a model folder", param_hint="--engine")
+    checks = list(check_machine())
+    if target is not None:
+        boot = find_adapter(engine).boot if engine is not None else str
+        with ended_in_order(), standard_output_to_error(), Refitter(boot(target)) as refitter:
+            checks += check_engine(target, refitter.layout())
+    diagnosis = Diagnosis(checks=tuple(checks))
+    write_result(diagnosis, show_diagnosis, as_json=as_json)
+    if diagnosis.problems:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
 def quantize(
     src: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Checkpoint folder in BF16.")],
     dst: Annotated[Path, typer.Argument(help="Folder to write.")],

@@ -20,6 +20,7 @@ def show_layout(layout: EngineLayout) -> None:
     versions = ", ".join(f"{package} {version}" for package, version in layout.versions.items())
     console = make_console()
     console.print(f"[bold]{layout.engine}[/bold] on {layout.device} ({versions})", highlight=False)
+    console.print(layout.verdict, highlight=False)
     console.print(_kinds_table(layout.slots))
     _show_slots(console, layout.slots)
     _show_aliases(console, layout.aliases)

@@ -119,6 +119,14 @@ class EngineLayout(BaseModel, frozen=True):
     is_proved: bool | None = None
     """Whether the engine's own loader put random values where the slots say; None if that was not looked at."""
 
+    @property
+    def verdict(self) -> str:
+        """Whether the engine can be refitted, in a line."""
+        if self.refusals:
+            return f"can be refitted: no, for {len(self.refusals)} cause(s)"
+        num_fp8 = sum(slot.format is not None for slot in self.slots)
+        return f"can be refitted: yes; {len(self.slots)} slots, {num_fp8} of them FP8"
+
     @classmethod
     def of(cls, inventory: Inventory, *, engine: str, versions: dict[str, str], device: str) -> "EngineLayout":
         """Describe `inventory`."""

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from fp8refit import Refitter, __version__, quantize_blockwise
 from fp8refit.checkpoint import CheckpointReport
 from fp8refit.cli import commands as cli
-from fp8refit.cli import demo
+from fp8refit.cli import demo, doctor
 from fp8refit.cli.guards import ended_in_order
 from fp8refit.cli.show_layout import show_layout
 from fp8refit.live.layout import EngineLayout, KvLayout, SlotLayout
@@ -100,6 +100,72 @@ def test_inspect_json_is_the_layout_and_nothing_else(checkpoint):
     expected = Refitter(TransformersEngine.boot(str(checkpoint))).layout()
     assert EngineLayout.model_validate_json(result.stdout) == expected
     assert result.stdout.count("\n") == 1
+
+
+def test_doctor_shows_what_this_machine_has(monkeypatch):
+    monkeypatch.setenv("FP8REFIT_DROP_IN", "1")
+    monkeypatch.setenv("FP8REFIT_KEEP", "*.bias")
+    result = run("doctor")
+    said = " ".join(result.stdout.replace("│", " ").split())
+    assert f"fp8refit {__version__}" in said and f"torch {torch.__version__}" in said
+    assert "adapters sglang, transformers, vllm" in said and "in /dev/shm" in said
+    assert "drop-in on, keep=['*.bias']" in said
+    assert result.exit_code == 0 and result.stderr == ""
+
+
+def test_doctor_says_whether_an_engine_can_be_refitted(checkpoint):
+    result = run("doctor", checkpoint, "--engine", "transformers", "--json")
+    checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
+    layout = EngineLayout.model_validate_json(run("inspect", checkpoint, "--engine", "transformers", "--json").stdout)
+    num_fp8 = sum(slot.format is not None for slot in layout.slots)
+    expected = f"can be refitted: yes; {len(layout.slots)} slots, {num_fp8} of them FP8"
+    assert num_fp8 and checks[str(checkpoint)] == {"name": str(checkpoint), "found": expected, "problem": ""}
+    assert expected in run("inspect", checkpoint, "--engine", "transformers").stdout.splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    ("variables", "installed", "problem"),
+    [
+        ({"VLLM_PLUGINS": "other"}, {"vllm"}, "vllm: VLLM_PLUGINS=other leaves out fp8refit"),
+        ({"FP8REFIT_DROP_IN": "perhaps"}, set(), "drop-in: FP8REFIT_* variables: Input should be a valid boolean"),
+    ],
+)
+def test_doctor_ends_badly_and_names_each_problem(variables, installed, problem, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    version_of = doctor._version_of
+    monkeypatch.setattr(doctor, "_version_of", lambda name: "1.2" if name in installed else version_of(name))
+    result = run("doctor")
+    assert problem in result.stderr and len(result.stderr.splitlines()) == 1
+    assert result.exit_code == 1
+
+
+def test_doctor_names_a_plugin_that_an_engine_does_not_find(monkeypatch):
+    monkeypatch.setattr(doctor, "_version_of", lambda name: "1.2")
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [])
+    said = run("doctor").stderr
+    assert "vllm: it does not find the plugin fp8refit; pip install" in said
+    assert "sglang: it does not find the plugin fp8refit; pip install" in said
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared_bytes", "problem"),
+    [((9, 0), 8 << 30, ""), ((8, 0), 8 << 30, "GPU 0: it has no FP8"), ((9, 0), 64 << 20, "--shm-size=8g")],
+)
+def test_doctor_judges_gpus_and_shared_memory(capability, shared_bytes, problem, monkeypatch):
+    cuda = doctor.torch.cuda
+    fakes = {"is_available": lambda: True, "device_count": lambda: 1, "get_device_name": lambda index: "A card"}
+    for name, fake in (fakes | {"get_device_capability": lambda index: capability}).items():
+        monkeypatch.setattr(cuda, name, fake)
+    monkeypatch.setattr(cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(doctor.torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: doctor.shutil._ntuple_diskusage(0, 0, shared_bytes))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    result = run("doctor")
+    said = " ".join(result.stdout.replace("│", " ").split())
+    assert f"A card, compute capability {capability[0]}.{capability[1]}, " in said and "NCCL 2.28.9" in said
+    assert "expandable_segments: state dicts go through a bucket" in said
+    assert problem in result.stderr and bool(result.stderr) == bool(problem)
 
 
 def test_inspect_json_survives_an_engine_that_writes_to_standard_output(checkpoint, tmp_path):
