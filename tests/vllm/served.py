@@ -65,7 +65,9 @@ def try_push(server: Server, refitter: Refitter, folder: Path) -> dict:
     """The same by the command line."""
     server.call("observe", "scribble")
     result = CliRunner().invoke(cli.app, ["push", str(folder), "--to", server.url, "--json"])
-    return {"live": server.live(), "code": result.exit_code, "said": result.stdout, "log": result.stderr}
+    doctor = CliRunner().invoke(cli.app, ["doctor", server.url, "--json"])
+    found = {"live": server.live(), "code": result.exit_code, "said": result.stdout, "log": result.stderr}
+    return found | {"doctor": doctor.stdout}
 
 
 def try_example(server: Server, refitter: Refitter, folder: Path) -> dict:

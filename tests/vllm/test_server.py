@@ -54,6 +54,13 @@ def test_push_says_what_it_did(served):
     assert (pushed["engine"], pushed["read_by"]) == ("vllm", "server")
 
 
+def test_doctor_says_that_the_server_can_be_refitted(served):
+    *_, verdict, kv = json.loads(served["push"]["doctor"])["checks"]
+    assert verdict["name"].startswith("http://127.0.0.1:")
+    assert verdict["found"].startswith("can be refitted: yes; ") and not verdict["problem"]
+    assert kv["name"] == "KV cache"
+
+
 def test_the_example_prints_what_every_version_says(served):
     assert served["example"]["code"] == 0, served["example"]["log"]
     versions = [line.partition(": rollout [")[0] for line in served["example"]["lines"]]
