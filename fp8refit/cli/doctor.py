@@ -54,8 +54,10 @@ def check_machine() -> Iterator[Check]:
     for package in _PACKAGES:
         yield Check(name=package, found=_version_of(package) or "not installed")
     adapters, broken = find_adapters()
-    problem = "; ".join(broken) if adapters else f"{name_adapters(adapters)}; pip install it into this environment"
-    yield Check(name="adapters", found=name_adapters(adapters) if adapters else "none", problem=problem)
+    problem = "" if adapters else f"{name_adapters(adapters)}; pip install it into this environment"
+    yield Check(
+        name="adapters", found="; ".join([*([name_adapters(adapters)] if adapters else []), *broken]), problem=problem
+    )
     for engine, builds in _BUILDS.items():
         found = next(filter(None, map(_version_of, builds)), None)
         problem = _problem_of_plugin(engine) if found else ""

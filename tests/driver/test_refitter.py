@@ -6,6 +6,8 @@ import gc
 import json
 import logging
 import pickle
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
@@ -351,6 +353,20 @@ def test_a_copy_of_an_attached_engine_is_an_engine_of_its_own(model):
     assert copy.deepcopy(attached) is None
     assert pickle.loads(pickle.dumps(attached)) is None
     assert Refitter(model).version == 1
+
+
+def test_servers_adapters_need_neither_an_engine_nor_transformers():
+    code = """
+import sys
+for name in ("sglang", "transformers", "vllm"):
+    sys.modules[name] = None  # as if it were not installed
+from fp8refit.driver.adapters import find_adapters
+
+adapters, broken = find_adapters()
+print(*(name for name in sorted(adapters) if hasattr(adapters[name], "server")), *broken, sep="; ")
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.startswith("sglang; vllm; the adapter transformers cannot be imported: ")
 
 
 def test_an_adapter_that_cannot_be_imported_stands_in_nobody_s_way(model, monkeypatch):

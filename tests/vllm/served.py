@@ -1,6 +1,8 @@
 """One `vllm serve`, refitted over HTTP: idle, under load, by drivers that fail, die and collide."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -70,6 +72,39 @@ def try_push(server: Server, refitter: Refitter, folder: Path) -> dict:
     return found | {"doctor": doctor.stdout}
 
 
+BARE = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Absent(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name in ("fastapi", "sglang", "transformers", "triton", "vllm"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from fp8refit import RefitConfig, Refitter
+from fp8refit.checkpoint import push_checkpoint
+
+url, folder = sys.argv[1:]
+policy = {name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()}
+with Refitter(url) as refitter:
+    print(refitter.refit(policy).version)
+print(push_checkpoint(Path(folder), [url], RefitConfig()).failed)
+"""
+"""A trainer's process that has torch and fp8refit, and no engine."""
+
+
+def try_bare(server: Server, refitter: Refitter, folder: Path) -> dict:
+    """From a process without any engine."""
+    server.call("observe", "scribble")
+    done = subprocess.run([sys.executable, "-c", BARE, server.url, str(folder)], capture_output=True, text=True)
+    return {"live": server.live(), "code": done.returncode, "lines": done.stdout.split(), "log": done.stderr}
+
+
 def try_example(server: Server, refitter: Refitter, folder: Path) -> dict:
     """What a user copies."""
     return run_script(EXAMPLES / "vllm_server.py", folder, server.url)
@@ -132,6 +167,7 @@ def try_strangers(server: Server, refitter: Refitter, folder: Path) -> dict:
 ATTEMPTS: dict[str, Callable[[Server, Refitter, Path], dict]] = {
     "files": try_files,
     "push": try_push,
+    "bare": try_bare,
     "example": try_example,
     "meanwhile": try_meanwhile,
     "bad values": try_bad_values,

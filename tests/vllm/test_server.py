@@ -35,7 +35,7 @@ def test_requests_are_answered_by_the_policy_of_the_last_refit(served):
 @pytest.mark.parametrize(
     "attempt",
     [
-        *("files", "push", "example", "meanwhile", "bad values"),
+        *("files", "push", "bare", "example", "meanwhile", "bad values"),
         *("killed while it writes", "killed before it writes", "strangers"),
     ],
 )
@@ -52,6 +52,14 @@ def test_push_says_what_it_did(served):
     assert served["push"]["code"] == 0, served["push"]["log"]
     (pushed,) = json.loads(served["push"]["said"])["servers"]
     assert (pushed["engine"], pushed["read_by"]) == ("vllm", "server")
+
+
+def test_a_trainer_without_any_engine_refits_by_url(served):
+    bare = served["bare"]
+    assert bare["code"] == 0, bare["log"]
+    version, failed = bare["lines"]
+    assert int(version) > 0 and failed == "()"
+    assert bare["live"] == served["fresh"]["live"]
 
 
 def test_doctor_says_that_the_server_can_be_refitted(served):
