@@ -72,6 +72,15 @@ def test_every_example_is_linked():
     assert {file.name for file in (ROOT / "examples").glob("*.py")} <= linked
 
 
+def test_code_names_no_way_to_install_that_the_readme_does_not():
+    """No package index has us."""
+    code = [*(ROOT / "fp8refit").rglob("*.py"), *(ROOT / "adapters").rglob("*.py")]
+    hints = {hint for file in code for hint in re.findall(r"pip install [^ `]+", file.read_text())}
+    extras = re.findall(r"\[\w+\]", (ROOT / "README.md").read_text())
+    known = {f"pip install '.{extra}'" for extra in [*extras, "[{extra}]"]}
+    assert hints and hints <= known
+
+
 def test_the_readme_is_short():
     words = (ROOT / "README.md").read_text().split()
     assert sum(any(map(str.isalnum, word)) for word in words) <= MAX_README_WORDS  # not the lines of tables

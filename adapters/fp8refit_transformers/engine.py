@@ -75,7 +75,7 @@ class TransformersEngine(Adapter):
             from transformers import AutoConfig, AutoModelForCausalLM
         except ImportError as error:
             raise UnsupportedEngineError(
-                "transformers is not installed: pip install 'fp8refit[transformers]'"
+                "transformers is not installed: pip install '.[transformers]' in a clone of fp8refit"
             ) from error
         folder = Path(model)
         with booting(cls.name, model):

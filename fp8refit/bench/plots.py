@@ -126,7 +126,7 @@ def _axes(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UnsupportedEngineError("plots need matplotlib: pip install 'fp8refit[bench]'") from error
+        raise UnsupportedEngineError("plots need matplotlib: pip install '.[bench]' in a clone of fp8refit") from error
     return Figure(figsize=(width, height), layout="constrained").add_subplot()
 
 

@@ -81,7 +81,9 @@ def demo(
     try:
         from fp8refit.cli.demo import DemoConfig, run_demo
     except ModuleNotFoundError as error:
-        raise UnsupportedEngineError(f"the demo needs {error.name}: pip install 'fp8refit[demo]'") from error
+        raise UnsupportedEngineError(
+            f"the demo needs {error.name}: pip install '.[demo]' in a clone of fp8refit"
+        ) from error
     with options_checked():
         config = DemoConfig(steps=steps, refit_every=refit_every, out=out, seed=seed)
     make_folder(out, "--out")

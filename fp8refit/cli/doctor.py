@@ -54,7 +54,7 @@ def check_machine() -> Iterator[Check]:
     for package in _PACKAGES:
         yield Check(name=package, found=_version_of(package) or "not installed")
     adapters, broken = find_adapters()
-    problem = "" if adapters else f"{name_adapters(adapters)}; pip install it into this environment"
+    problem = "" if adapters else name_adapters(adapters)
     yield Check(
         name="adapters", found="; ".join([*([name_adapters(adapters)] if adapters else []), *broken]), problem=problem
     )
@@ -103,7 +103,7 @@ def _version_of(package: str) -> str | None:
 def _problem_of_plugin(engine: str) -> str:
     """Why an engine that is installed here does not load our plugin."""
     if _NAME not in _names(entry_points(group=PLUGINS[engine])):
-        return f"it does not find the plugin {_NAME}; pip install {_NAME} here, since a path alone has no entry points"
+        return f"it does not find the plugin {_NAME}; install {_NAME} here, a path alone has no entry points"
     allowed = os.environ.get("VLLM_PLUGINS")
     if engine == "vllm" and allowed is not None and _NAME not in allowed.split(","):
         return f"VLLM_PLUGINS={allowed} leaves out {_NAME}: name it there too"

@@ -91,7 +91,7 @@ class Versions:
         except ImportError as error:
             extra = self.engine.lower()
             raise UnsupportedEngineError(
-                f"{self.engine} is not installed ({error}); pip install 'fp8refit[{extra}]'"
+                f"{self.engine} is not installed ({error}); pip install '.[{extra}]' in a clone of fp8refit"
             ) from error
 
 

@@ -144,8 +144,8 @@ def test_doctor_names_a_plugin_that_an_engine_does_not_find(monkeypatch):
     monkeypatch.setattr(doctor, "_version_of", lambda name: "1.2")
     monkeypatch.setattr(doctor, "entry_points", lambda group: [])
     said = run("doctor").stderr
-    assert "vllm: it does not find the plugin fp8refit; pip install" in said
-    assert "sglang: it does not find the plugin fp8refit; pip install" in said
+    assert "vllm: it does not find the plugin fp8refit; install" in said
+    assert "sglang: it does not find the plugin fp8refit; install" in said
 
 
 @pytest.mark.parametrize(

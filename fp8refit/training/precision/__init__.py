@@ -43,7 +43,7 @@ def unify(model: nn.Module, *, like: EngineLayout) -> "Unified":
     weights. Weights that the engine does not quantize (embeddings, norms, LM head, routers) are cast to the engine's
     dtype if the master is wider. Each forward pass and `Unified.served` compare weights with their codes by value, and
     compute those that changed. Inputs may have any dtype; the engine computes in BF16. On a GPU, BF16 inputs (also from
-    autocast) are multiplied in FP8 if torchao is installed (`pip install fp8refit[precision]`). Otherwise operands are
+    autocast) are multiplied in FP8 if torchao is installed (`pip install '.[precision]'` in a clone). Otherwise operands are
     dequantized and multiplied in float32. If norms and rotary embeddings of the engine compute
     in float32 and round once (`like.rounds_once`), those of the model do, too.
 
