@@ -36,27 +36,32 @@ def said(slots, rename) -> list[str]:
     [
         (
             lambda name: f"actor.{name}",
-            "{} of {} unexpected names begin with `actor.` and fit without it; send them without it",
+            '{} of {} unexpected names begin with `actor.` and fit without it; pass rename=("actor.", "")',
         ),
         (
             lambda name: f"base_model.model.{name}",
-            "{} of {} unexpected names begin with `base_model.model.` and fit without it; send them without it",
+            "{} of {} unexpected names begin with `base_model.model.` and fit without it; "
+            'pass rename=("base_model.model.", "")',
         ),
         (
             lambda name: name.replace("model.", "model.language_model.", 1),
-            "{} of {} unexpected names have `language_model.` in them and fit without it; send them without it",
+            "{} of {} unexpected names have `language_model.` in them and fit without it; "
+            'pass rename=("model.language_model.", "model.")',
         ),
         (
             lambda name: ".base_layer.".join(name.rsplit(".", 1)),
-            "{} of {} unexpected names have `base_layer.` in them and fit without it; send them without it",
+            "{} of {} unexpected names have `base_layer.` in them and fit without it; "
+            "pass rename=lambda name: name.replace('.base_layer.', '.')",
         ),
         (
             lambda name: f"{name}.data",
-            "{} of {} unexpected names end with `.data` and fit without it; send them without it",
+            "{} of {} unexpected names end with `.data` and fit without it; "
+            "pass rename=lambda name: name.removesuffix('.data')",
         ),
         (
             lambda name: name.removeprefix("model."),
-            "{} of {} missing names begin with `model.` and were sent without it; send them with it",
+            "{} of {} missing names begin with `model.` and were sent without it; "
+            'pass rename=(("layers.", "model.layers."), ("embed_tokens.", "model.embed_tokens."))',
         ),
     ],
 )
@@ -99,7 +104,7 @@ def test_many_names_take_few_lines_and_little_time():
     assert error.problems == tuple(problems)
     assert str(error).splitlines() == [
         "the source cannot be used (36864 problems):",
-        "  - 18432 of 18432 unexpected names begin with `actor.` and fit without it; send them without it",
+        '  - 18432 of 18432 unexpected names begin with `actor.` and fit without it; pass rename=("actor.", "")',
         *(
             f"  - actor.model.layers.{{0..47}}.mlp.experts.{{0..127}}.{part}_proj.weight: {UNEXPECTED} (6144 names)"
             for part in ("gate", "up", "down")

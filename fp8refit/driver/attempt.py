@@ -12,6 +12,7 @@ from fp8refit.errors import EngineBusyError, EngineDirtyError, EngineLostError, 
 from fp8refit.live.turn import IN_USE
 from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues, order_of
 from fp8refit.report import KvReport, PhaseClock, RefitReport, VerifyReport, longest_phases
+from fp8refit.sources.renamed import Names, renamed
 from fp8refit.sources.source import Manifest, StateDict, as_source
 from fp8refit.transport.error_capture import ErrorCapture
 
@@ -41,6 +42,7 @@ class Attempt:
         self,
         state_dict: StateDict,
         config: RefitConfig,
+        names: Names | None,
         *,
         manifest: Manifest | None,
         calibration: Calibration | None,
@@ -56,7 +58,7 @@ class Attempt:
                     job = Job(config=config, kv=kv)
                 await engine.check_ready()
             drops_caches = await ranks.prepare(
-                lambda: as_source(state_dict, manifest=manifest), job, driver_error=unready.error
+                lambda: renamed(as_source(state_dict, manifest=manifest), names), job, driver_error=unready.error
             )
         self.version, num_interrupted = ranks.version, 0
         with ErrorCapture() as busy:
@@ -107,10 +109,14 @@ class Attempt:
         )
         return report
 
-    async def verify(self, state_dict: StateDict, config: RefitConfig, *, manifest: Manifest | None) -> VerifyReport:
+    async def verify(
+        self, state_dict: StateDict, config: RefitConfig, names: Names | None, *, manifest: Manifest | None
+    ) -> VerifyReport:
         """Compare what the engine holds with a policy. See `fp8refit.Refitter.verify`."""
         ranks = self._engine.ranks
-        await ranks.prepare(lambda: as_source(state_dict, manifest=manifest), Job(config=config, compares=True))
+        await ranks.prepare(
+            lambda: renamed(as_source(state_dict, manifest=manifest), names), Job(config=config, compares=True)
+        )
         return VerifyReport.of(await ranks.write(), version=ranks.version)
 
     async def resume(self) -> None:
