@@ -222,9 +222,8 @@ def prefixes_for(name: str, needed: Collection[str]) -> str | None:
         >>> prefixes_for("actor.norm.weight", ["norm.weight", "head.weight"])
         'actor.='
     """
-    added, lacking = _parts([name], needed), _parts(needed, [name])
-    one = next((part for part in (*added, *lacking) if part.front is not None), None)
-    pairs = _pairs(one, [name], is_added=one in added) if one is not None else ()
+    added, lacking = _part([name], needed), _part(needed, [name])
+    pairs = added.pairs([name], is_added=True) if added else lacking.pairs([name], is_added=False) if lacking else ()
     return ",".join(f"{old}={new}" for old, new in pairs) or None
 
 
@@ -288,18 +287,12 @@ def _in_common(unexpected: Sequence[str], missing: Sequence[str], sent: Mapping[
     """Say what most names have too much, or lack, compared with those that the engine needs, and what to do."""
     if not unexpected or not missing:
         return
-    if parts := _parts(unexpected, missing):
-        *others, last = (
-            f"{len(part.longer)} of {len(unexpected)} unexpected names {part.where} and fit without it"
-            for part in parts
-        )
-        yield from (*others, f"{last}; {_remedy(parts, unexpected, missing, sent) or 'send them without it'}")
-    elif parts := _parts(missing, unexpected):
-        *others, last = (
-            f"{len(part.longer)} of {len(missing)} missing names {part.where} and were sent without it"
-            for part in parts
-        )
-        yield from (*others, f"{last}; {_remedy(parts, unexpected, missing, sent) or 'send them with it'}")
+    if part := _part(unexpected, missing):
+        said = f"{len(part.longer)} of {len(unexpected)} unexpected names {part.where} and fit without it"
+        yield f"{said}; {_remedy(part, unexpected, missing, sent, is_added=True) or 'send them without it'}"
+    elif part := _part(missing, unexpected):
+        said = f"{len(part.longer)} of {len(missing)} missing names {part.where} and were sent without it"
+        yield f"{said}; {_remedy(part, unexpected, missing, sent, is_added=False) or 'send them with it'}"
     elif shifted := _shifted(unexpected, missing):
         yield shifted
     elif len(unexpected) + len(missing) <= MOST_LINES:
@@ -311,76 +304,67 @@ def _in_common(unexpected: Sequence[str], missing: Sequence[str], sent: Mapping[
 
 @dataclass(slots=True)
 class _Part:
-    """What names have that others lack, in one place."""
+    """What names have that others lack, in one place; and both."""
 
     where: str
-    """Words for it."""
+    part: str
     front: str | None
     """What comes before it; None if that differs, or if it is a suffix."""
-    part: str
     longer: list[str] = field(default_factory=list)
-    """The names that have it."""
     shorter: list[str] = field(default_factory=list)
-    """The names without it."""
+
+    def pairs(self, unexpected: Sequence[str], *, is_added: bool) -> list[tuple[str, str]]:
+        """Prefixes to rename, so that no other unexpected name changes; none if it has no one place."""
+        if self.front is None:
+            return []
+        long, short = self.front + self.part, self.front
+        old, names = (long, self.longer) if is_added else (short, self.shorter)
+        ends = {""}
+        if not old or sum(name.startswith(old) for name in unexpected) > len(names):
+            ends = {"".join(name[len(old) :].partition(".")[:2]) for name in names}
+        return [(long + end, short + end) if is_added else (short + end, long + end) for end in sorted(ends)]
 
 
-def _parts(longer: Collection[str], shorter: Collection[str]) -> list[_Part]:
+def _part(longer: Collection[str], shorter: Collection[str]) -> _Part | None:
     """What has to be left out of most of the longer names so that they are shorter ones."""
     others, found = frozenset(shorter), dict[str, _Part]()
     for name in longer:
         pieces = name.split(".")
         for first, end in _stretches(len(pieces)):
-            rest = ".".join(pieces[:first] + pieces[end:])
-            if rest in others:
-                is_last = end == len(pieces)
-                part = "." * is_last + ".".join(pieces[first:end]) + "." * (not is_last)
-                where = "end with" if is_last else "have" if first else "begin with"
-                has_front = not is_last and not any(map(str.isdecimal, pieces[:first]))
-                front = "".join(f"{piece}." for piece in pieces[:first]) if has_front else None
-                said = f"{where} `{part}`{' in them' if where == 'have' else ''}"
-                one = found.setdefault(said, _Part(said, front, part))
+            if (rest := ".".join(pieces[:first] + pieces[end:])) in others:
+                part, front = ".".join(pieces[first:end]), None
+                if end == len(pieces):
+                    where = f"end with `.{part}`"
+                else:
+                    where = f"have `{part}.` in them" if first else f"begin with `{part}.`"
+                    if not any(map(str.isdecimal, pieces[:first])):
+                        front = "".join(f"{piece}." for piece in pieces[:first])
+                one = found.setdefault(where, _Part(where, part + "." * (end < len(pieces)), front))
                 one.front = front if front == one.front else None
                 one.longer.append(name)
                 one.shorter.append(rest)
                 break
-    enough = min(len(longer), len(shorter)) / 2
-    ordered = sorted(found.values(), key=lambda one: -len(one.longer))
-    return (
-        [one for one in ordered if len(one.longer) >= enough / 2]
-        if ordered and len(ordered[0].longer) >= enough
-        else []
-    )
+    most = max(found.values(), key=lambda one: len(one.longer), default=None)
+    return most if most is not None and 2 * len(most.longer) >= min(len(longer), len(shorter)) else None
 
 
 def _remedy(
-    parts: Sequence[_Part], unexpected: Sequence[str], missing: Sequence[str], sent: Mapping[str, str]
+    part: _Part, unexpected: Sequence[str], missing: Sequence[str], sent: Mapping[str, str], *, is_added: bool
 ) -> str | None:
-    """The options that make what was sent fit; None if no prefix does."""
-    is_added = parts[0].longer[0] in set(unexpected)
-    if parts[0].front is None:
-        part = parts[0].part
-        made = f"removesuffix({part!r})" if part[0] == "." else f"replace({'.' + part!r}, '.')"
-        return f"pass rename=lambda name: name.{made}" if is_added else None
-    pairs = [pair for one in parts if one.front is not None for pair in _pairs(one, unexpected, is_added=is_added)]
-    explained = {name for one in parts for name in (*one.longer, *one.shorter)}
-    said = ", ".join(f'("{old}", "{new}")' for old, new in sorted(pairs, reverse=True))
+    """The options that make what was sent fit; None if they cannot be told."""
+    pairs = part.pairs(unexpected, is_added=is_added)
+    if not pairs and is_added:
+        made = f"replace('.{part.part}', '.')" if part.part[-1] == "." else f"removesuffix('.{part.part}')"
+        return f"pass rename=lambda name: name.{made}"
+    if not pairs:
+        return None
+    said = ", ".join(f'("{old}", "{new}")' for old, new in pairs)
     said = f"add {said} to rename=" if sent else f"pass rename={said if len(pairs) == 1 else f'({said})'}"
-    left = [[name for name in names if name not in explained] for names in (unexpected, missing)]
-    for rest, other, option in (*left, "ignore"), (*left[::-1], "keep"):
-        if rest and not other and (pattern := _pattern(rest, explained)):
-            said += f' and {option}="{pattern}"'
+    explained = {*part.longer, *part.shorter}
+    more, lacking = ([name for name in names if name not in explained] for names in (unexpected, missing))
+    if bool(more) != bool(lacking) and (pattern := _pattern(more or lacking, explained)):
+        said += f' and {"ignore" if more else "keep"}="{pattern}"'
     return said
-
-
-def _pairs(one: _Part, unexpected: Sequence[str], *, is_added: bool) -> list[tuple[str, str]]:
-    """Pairs of prefixes that take a part away from what was sent, or add it, and change nothing else that was unexpected."""
-    assert one.front is not None, "it has one place"
-    long, short = one.front + one.part, one.front
-    old, names = (long, one.longer) if is_added else (short, one.shorter)
-    ends = {""}
-    if not old or sum(name.startswith(old) for name in unexpected) > len(names):
-        ends = {f"{first}." if dot else first for name in names for first, dot, _ in [name[len(old) :].partition(".")]}
-    return [(long + end, short + end) if is_added else (short + end, long + end) for end in sorted(ends)]
 
 
 def _pattern(names: Sequence[str], others: Iterable[str]) -> str | None:

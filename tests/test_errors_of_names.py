@@ -61,7 +61,7 @@ def said(slots, rename) -> list[str]:
         (
             lambda name: name.removeprefix("model."),
             "{} of {} missing names begin with `model.` and were sent without it; "
-            'pass rename=(("layers.", "model.layers."), ("embed_tokens.", "model.embed_tokens."))',
+            'pass rename=(("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."))',
         ),
     ],
 )
