@@ -455,6 +455,9 @@ class DropIn:
 
     def _open(self, held: Iterable[str] = ()) -> None:
         config = self._config.model_copy(update={"keep": (*self._config.keep, *map(glob.escape, held))})
+        unjudged = [f'keep="{glob.escape(name)}"' for name in held]
+        unjudged += [f'ignore="{pattern}"' for pattern in config.ignore if self._skipped]
+        attach_engine(self.owner).idle.update(unjudged)
         opened = update(self.owner, config, calibration=self._calibration)
         opened.__enter__()
         self._update, self._rank.witness = opened, ""

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from fp8refit.config import RefitConfig
 from fp8refit.driver.attach import attach_engine
-from fp8refit.driver.attempt import take_turn
+from fp8refit.driver.attempt import take_turn, warn_of_idle
 from fp8refit.driver.closing import Closing
 from fp8refit.driver.engine import Engine
 from fp8refit.errors import RefitError, UnsupportedEngineError
@@ -158,12 +158,14 @@ class Refitter(Closing):
         """
         config = self._config
         with self._opened(state_dict) as whole:
-            return await take_turn(
+            report = await take_turn(
                 self._attached,
                 lambda attempt: attempt.refit(
                     whole, config, self._names, manifest=manifest, calibration=calibration, kv_scales=kv_scales
                 ),
             )
+        warn_of_idle(config, report, self._attached.idle)
+        return report
 
     def calibrate(self, calibration: Calibration) -> KvReport:
         """Set the scales of the engine's FP8 KV cache for the served policy, all or none.

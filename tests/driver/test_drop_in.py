@@ -872,6 +872,7 @@ class Simulated:
     """An engine that holds a number for each name, its rank, and its update."""
 
     group, witness, summary = SimpleNamespace(size=1), "", str
+    _fp8refit_engine = SimpleNamespace(idle=set())
 
     def __init__(self):
         self.held, self.served, self.errors = dict.fromkeys(NAMES, FROZEN), [], []
