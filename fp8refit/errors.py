@@ -16,6 +16,8 @@ UNEXPECTED = "unexpected, this engine has no such weight; leave it out"
 MISSING = "missing"
 _LONGEST_PART = 3
 """Components of a name that may be too many, or lacking, in one place."""
+_PADDED = re.compile(r"(?:embed\w*|lm_head)\.weight: has shape \[(\d+)(, \d+)\], this engine's is \[(\d+)\2\]$")
+"""Rows for a vocabulary, which trainers pad so that it divides by the number of ranks."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _WRITTEN_IN_PART = "The engine holds part of this policy and refuses requests until the next complete refit."
 
@@ -199,9 +201,13 @@ def told(problems: Sequence[str], sent: Mapping[str, str] = MappingProxyType({})
     lines = []
     for problem in problems:
         name, what = _split(problem)
-        lines.append(problem.replace(name, _as_sent(name, sent), 1) if name in sent else problem)
         if what in names:
             names[what].append(name)
+        padded = _PADDED.search(problem)
+        advice = (
+            f"; cut the rows of padding, tensor[:{padded[3]}]" if padded and int(padded[1]) > int(padded[3]) else ""
+        )
+        lines.append((problem.replace(name, _as_sent(name, sent), 1) if name in sent else problem) + advice)
     if len(lines) > MOST_LINES:
         lines = fold(lines)
     shown, rest = lines[:MOST_LINES], lines[MOST_LINES:]

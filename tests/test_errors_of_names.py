@@ -159,3 +159,31 @@ def test_a_cause_is_said_once_for_all_layers():
 @pytest.mark.parametrize("reasons", [(), ("no name",), ("one", "two"), ("a: b", "c: d"), ("a: b: c",)])
 def test_single_reasons_are_said_as_they_are(reasons):
     assert by_cause(reasons) == list(reasons)
+
+
+@pytest.mark.parametrize(
+    ("name", "sent", "advice"),
+    [
+        ("model.embed_tokens.weight", "[152064, 64]", "; cut the rows of padding, tensor[:151936]"),
+        ("lm_head.weight", "[152064, 64]", "; cut the rows of padding, tensor[:151936]"),
+        ("lm_head.weight", "[151000, 64]", ""),
+        ("lm_head.weight", "[152064, 32]", ""),
+        ("model.layers.0.mlp.up_proj.weight", "[152064, 64]", ""),
+    ],
+)
+def test_rows_of_a_padded_vocabulary_are_to_be_cut(name, sent, advice):
+    problem = f"{name}: has shape {sent}, this engine's is [151936, 64]"
+    error = InvalidSourceError([problem])
+    assert str(error).splitlines()[1] == f"  - {problem}{advice}"
+    assert error.problems == (problem,)
+    error.tell({name: "theirs"})
+    assert str(error).splitlines()[1] == f"  - {problem.replace(name, f'{name} (sent as theirs)')}{advice}"
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_planner_says_it_of_a_padded_vocabulary(name, slots):
+    metas = {slot.name: TensorMeta(shape=slot.full_shape, dtype=slot.source_dtype) for slot in slots}
+    rows, columns = metas["model.embed_tokens.weight"].shape
+    metas[name] = TensorMeta(shape=(rows + 3, columns), dtype=metas["model.embed_tokens.weight"].dtype)
+    with pytest.raises(InvalidSourceError, match=rf"cut the rows of padding, tensor\[:{rows}\]"):
+        PlanBuilder(slots, aliases={"lm_head.weight": "model.embed_tokens.weight"}).plan(metas)
