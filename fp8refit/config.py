@@ -1,8 +1,10 @@
 """The options that users set."""
 
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, PlainValidator, field_validator
 
 Validate = Literal["fused", "strict", "off"]
 InFlight = Literal["wait", "abort", "keep"]
@@ -15,6 +17,45 @@ Wait: TypeAlias = Annotated[float, Field(gt=0, le=LONGEST_WAIT_S, allow_inf_nan=
 """Seconds that another process may be told to wait. One order can cover many steps, each with `RefitConfig.timeout_s`."""
 MAX_TIMEOUT_S = 86_400
 """The longest `RefitConfig.timeout_s`: one day."""
+NewNames: TypeAlias = Mapping[str, str] | tuple[str, str] | Sequence[tuple[str, str]] | str
+Rename: TypeAlias = NewNames | Callable[[str], str]
+"""How a trainer's names become the engine's; see `RefitConfig.rename`."""
+
+
+def read_rename(rename: Any) -> Any:
+    """Return a mapping of whole names, a tuple of pairs of prefixes, a function, or None.
+
+    Raises:
+        ValueError: It is none of these, or the function takes more than a name.
+    """
+    if rename is None:
+        return None
+    if callable(rename):
+        try:
+            inspect.signature(rename).bind("")
+        except TypeError:
+            raise ValueError(
+                "rename takes more than a name; a function of a name and a tensor goes to fp8refit.gathered(..., rename=...)"
+            ) from None
+        return rename
+    pairs = [pair.split("=") for pair in rename.split(",")] if isinstance(rename, str) else rename
+    if isinstance(pairs, Mapping):
+        pairs = list(pairs.items())
+    elif _is_pair(pairs):
+        pairs = [pairs]
+    if not isinstance(pairs, Sequence) or not all(map(_is_pair, pairs)):
+        raise ValueError(
+            f'rename is {rename!r}; pass a pair of prefixes ("actor.", ""), several pairs, their text "actor.=", a mapping of '
+            "whole names, or a function of a name"
+        )
+    return dict(pairs) if isinstance(rename, Mapping) else tuple((old, new) for old, new in pairs)
+
+
+def _is_pair(found: Any) -> bool:
+    return isinstance(found, list | tuple) and len(found) == 2 and all(isinstance(name, str) for name in found)
+
+
+ReadRename: TypeAlias = Annotated[Rename | None, PlainValidator(read_rename)]
 
 
 class KvConfig(BaseModel, frozen=True, extra="forbid"):
@@ -85,6 +126,11 @@ class RefitConfig(BaseModel, frozen=True, extra="forbid"):
     ignore: tuple[str, ...] = ()
     """Patterns (`*` and `?`) of names that the trainer may send although the engine has no such weight. Whatever else the
     engine does not know is an error. One pattern may be a string."""
+
+    rename: ReadRename = Field(default=None, exclude=True)
+    """How the trainer's names become the engine's, after the prefixes of wrappers are removed: a pair of prefixes, old and
+    new; several pairs, applied one after another, also as text (`"actor.=,model.language_model.=model."`); a mapping of whole
+    names; or a function from a name to a name. Files are then read by the trainer."""
 
     prove_trace: bool = True
     """Whether the first refit of an engine compares what fp8refit knows of the engine's own loader with what the loader does:

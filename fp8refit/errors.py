@@ -5,15 +5,19 @@ do.
 """
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
+from itertools import takewhile
+from types import MappingProxyType
 
 MOST_LINES = 20
 UNEXPECTED = "unexpected, this engine has no such weight; leave it out"
 MISSING = "missing"
 _LONGEST_PART = 3
 """Components of a name that may be too many, or lacking, in one place."""
+_PADDED = re.compile(r"(?:embed\w*|lm_head)\.weight: has shape \[(\d+)(, \d+)\], this engine's is \[(\d+)\2\]$")
+"""Rows for a vocabulary, which trainers pad so that it divides by the number of ranks."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _WRITTEN_IN_PART = "The engine holds part of this policy and refuses requests until the next complete refit."
 
@@ -36,10 +40,14 @@ class InvalidSourceError(RefitError, ValueError):
     def __init__(self, problems: Sequence[str], *, written: bool = False) -> None:
         self.problems = tuple(problems)
         self.written = written
+        self.tell({})
+
+    def tell(self, sent: Mapping[str, str]) -> None:
+        """Tell a trainer about it that has other names for some tensors."""
         count = len(self.problems)
-        listing = "".join(f"\n  - {line}" for line in told(self.problems))
-        consequence = f"\n{_WRITTEN_IN_PART}" if written else ""
-        super().__init__(f"the source cannot be used ({count} problem{'s' * (count != 1)}):{listing}{consequence}")
+        listing = "".join(f"\n  - {line}" for line in told(self.problems, sent))
+        consequence = f"\n{_WRITTEN_IN_PART}" if self.written else ""
+        self.args = (f"the source cannot be used ({count} problem{'s' * (count != 1)}):{listing}{consequence}",)
 
 
 class NonFiniteError(RefitError, ValueError):
@@ -53,8 +61,13 @@ class NonFiniteError(RefitError, ValueError):
     def __init__(self, names: Sequence[str], *, written: bool) -> None:
         self.names = tuple(names)
         self.written = written
-        consequence = _WRITTEN_IN_PART if written else "Nothing was written."
-        super().__init__(f"NaN or Inf in {len(self.names)} tensor(s): {', '.join(self.names)}. {consequence}")
+        self.tell({})
+
+    def tell(self, sent: Mapping[str, str]) -> None:
+        """Tell a trainer about it that has other names for some tensors."""
+        consequence = _WRITTEN_IN_PART if self.written else "Nothing was written."
+        listing = ", ".join(_as_sent(name, sent) for name in self.names)
+        self.args = (f"NaN or Inf in {len(self.names)} tensor(s): {listing}. {consequence}",)
 
 
 class InvalidCalibrationError(RefitError, ValueError):
@@ -169,34 +182,55 @@ class EngineLostError(RefitError):
     """The engine cannot be repaired: a CUDA fault, or a rank that died or does not answer. Restart it."""
 
 
-def told(problems: Sequence[str]) -> list[str]:
+def told(problems: Sequence[str], sent: Mapping[str, str] = MappingProxyType({})) -> list[str]:
     """Lines for people, at most `MOST_LINES` and a few.
 
     Args:
         problems: `NAME: what is wrong with it`.
+        sent: The trainer's name of a tensor, where it has another one.
 
     Examples:
         >>> for line in told([f"actor.layers.{i}.weight: {UNEXPECTED}" for i in range(30)]
         ...                  + [f"layers.{i}.weight: missing" for i in range(30)]):
         ...     print(line)
-        30 of 30 unexpected names begin with `actor.` and fit without it; send them without it
+        30 of 30 unexpected names begin with `actor.` and fit without it; pass rename=("actor.", "")
         actor.layers.{0..29}.weight: unexpected, this engine has no such weight; leave it out (30 names)
         layers.{0..29}.weight: missing (30 names)
     """
-    lines = list(problems) if len(problems) <= MOST_LINES else fold(problems)
     names: dict[str, list[str]] = {UNEXPECTED: [], MISSING: []}
-    for name, what in map(_split, problems):
+    lines = []
+    for problem in problems:
+        name, what = _split(problem)
         if what in names:
             names[what].append(name)
+        padded = _PADDED.search(problem)
+        advice = (
+            f"; cut the rows of padding, tensor[:{padded[3]}]" if padded and int(padded[1]) > int(padded[3]) else ""
+        )
+        lines.append((problem.replace(name, _as_sent(name, sent), 1) if name in sent else problem) + advice)
+    if len(lines) > MOST_LINES:
+        lines = fold(lines)
     shown, rest = lines[:MOST_LINES], lines[MOST_LINES:]
     if rest:
         shown.append(f"... and {len(rest)} more lines; `problems` of this error has all {len(problems)}")
-    in_common = list(_in_common(names[UNEXPECTED], names[MISSING]))
+    in_common = list(_in_common(names[UNEXPECTED], names[MISSING], sent))
     if names[MISSING] and not names[UNEXPECTED]:
         shown.append("if the trainer never changes what is missing, name it in keep=, and the engine keeps its values")
     elif names[UNEXPECTED] and not names[MISSING]:
         shown.append("what is sent too much may come if ignore= names it")
     return [*in_common, *shown]
+
+
+def prefixes_for(name: str, needed: Collection[str]) -> str | None:
+    """The text of the prefixes to rename so that an unexpected name is a needed one; None if none does.
+
+    Examples:
+        >>> prefixes_for("actor.norm.weight", ["norm.weight", "head.weight"])
+        'actor.='
+    """
+    added, lacking = _part([name], needed), _part(needed, [name])
+    pairs = added.pairs([name], is_added=True) if added else lacking.pairs([name], is_added=False) if lacking else ()
+    return ",".join(f"{old}={new}" for old, new in pairs) or None
 
 
 def by_cause(reasons: Iterable[str]) -> list[str]:
@@ -251,19 +285,20 @@ def _split(problem: str) -> tuple[str, str]:
     return name, what
 
 
-def _in_common(unexpected: Sequence[str], missing: Sequence[str]) -> Iterator[str]:
-    """Say what most names have too much, or lack, compared with those that the engine needs."""
+def _as_sent(name: str, sent: Mapping[str, str]) -> str:
+    return f"{name} (sent as {sent[name]})" if name in sent else name
+
+
+def _in_common(unexpected: Sequence[str], missing: Sequence[str], sent: Mapping[str, str]) -> Iterator[str]:
+    """Say what most names have too much, or lack, compared with those that the engine needs, and what to do."""
     if not unexpected or not missing:
         return
-    added, lacking = _parts(unexpected, missing), _parts(missing, unexpected)
-    if added and 2 * added[1] >= len(unexpected):
-        (place, part), count = added
-        where = place.format(part)
-        yield f"{count} of {len(unexpected)} unexpected names {where} and fit without it; send them without it"
-    elif lacking and 2 * lacking[1] >= len(missing):
-        (place, part), count = lacking
-        where = place.format(part)
-        yield f"{count} of {len(missing)} missing names {where} and were sent without it; send them with it"
+    if part := _part(unexpected, missing):
+        said = f"{len(part.longer)} of {len(unexpected)} unexpected names {part.where} and fit without it"
+        yield f"{said}; {_remedy(part, unexpected, missing, sent, is_added=True) or 'send them without it'}"
+    elif part := _part(missing, unexpected):
+        said = f"{len(part.longer)} of {len(missing)} missing names {part.where} and were sent without it"
+        yield f"{said}; {_remedy(part, unexpected, missing, sent, is_added=False) or 'send them with it'}"
     elif shifted := _shifted(unexpected, missing):
         yield shifted
     elif len(unexpected) + len(missing) <= MOST_LINES:
@@ -273,20 +308,78 @@ def _in_common(unexpected: Sequence[str], missing: Sequence[str]) -> Iterator[st
                 yield f"{name} is unexpected, and {closest} is missing: is it misspelt?"
 
 
-def _parts(longer: Iterable[str], shorter: Iterable[str]) -> tuple[tuple[str, str], int] | None:
-    """What has to be left out of most of the longer names so that they are shorter ones: where and what, and of how many."""
-    others, found = frozenset(shorter), Counter[tuple[str, str]]()
+@dataclass(slots=True)
+class _Part:
+    """What names have that others lack, in one place; and both."""
+
+    where: str
+    part: str
+    front: str | None
+    """What comes before it; None if that differs, or if it is a suffix."""
+    longer: list[str] = field(default_factory=list)
+    shorter: list[str] = field(default_factory=list)
+
+    def pairs(self, unexpected: Sequence[str], *, is_added: bool) -> list[tuple[str, str]]:
+        """Prefixes to rename, so that no other unexpected name changes; none if it has no one place."""
+        if self.front is None:
+            return []
+        long, short = self.front + self.part, self.front
+        old, names = (long, self.longer) if is_added else (short, self.shorter)
+        ends = {""}
+        if not old or sum(name.startswith(old) for name in unexpected) > len(names):
+            ends = {"".join(name[len(old) :].partition(".")[:2]) for name in names}
+        return [(long + end, short + end) if is_added else (short + end, long + end) for end in sorted(ends)]
+
+
+def _part(longer: Collection[str], shorter: Collection[str]) -> _Part | None:
+    """What has to be left out of most of the longer names so that they are shorter ones."""
+    others, found = frozenset(shorter), dict[str, _Part]()
     for name in longer:
         pieces = name.split(".")
         for first, end in _stretches(len(pieces)):
-            if ".".join(pieces[:first] + pieces[end:]) in others:
-                part = ".".join(pieces[first:end])
+            if (rest := ".".join(pieces[:first] + pieces[end:])) in others:
+                part, front = ".".join(pieces[first:end]), None
                 if end == len(pieces):
-                    found["end with `{}`", f".{part}"] += 1
+                    where = f"end with `.{part}`"
                 else:
-                    found["have `{}` in them" if first else "begin with `{}`", f"{part}."] += 1
+                    where = f"have `{part}.` in them" if first else f"begin with `{part}.`"
+                    if not any(map(str.isdecimal, pieces[:first])):
+                        front = "".join(f"{piece}." for piece in pieces[:first])
+                one = found.setdefault(where, _Part(where, part + "." * (end < len(pieces)), front))
+                one.front = front if front == one.front else None
+                one.longer.append(name)
+                one.shorter.append(rest)
                 break
-    return found.most_common(1)[0] if found else None
+    most = max(found.values(), key=lambda one: len(one.longer), default=None)
+    return most if most is not None and 2 * len(most.longer) >= min(len(longer), len(shorter)) else None
+
+
+def _remedy(
+    part: _Part, unexpected: Sequence[str], missing: Sequence[str], sent: Mapping[str, str], *, is_added: bool
+) -> str | None:
+    """The options that make what was sent fit; None if they cannot be told."""
+    pairs = part.pairs(unexpected, is_added=is_added)
+    if not pairs and is_added:
+        made = f"replace('.{part.part}', '.')" if part.part[-1] == "." else f"removesuffix('.{part.part}')"
+        return f"pass rename=lambda name: name.{made}"
+    if not pairs:
+        return None
+    said = ", ".join(f'("{old}", "{new}")' for old, new in pairs)
+    said = f"add {said} to rename=" if sent else f"pass rename={said if len(pairs) == 1 else f'({said})'}"
+    explained = {*part.longer, *part.shorter}
+    more, lacking = ([name for name in names if name not in explained] for names in (unexpected, missing))
+    if bool(more) != bool(lacking) and (pattern := _pattern(more or lacking, explained)):
+        said += f' and {"ignore" if more else "keep"}="{pattern}"'
+    return said
+
+
+def _pattern(names: Sequence[str], others: Iterable[str]) -> str | None:
+    """A pattern for all of some names, and none of the others."""
+    if len(names) == 1:
+        return names[0]
+    ends = zip(min(names).split("."), max(names).split("."), strict=False)
+    front = "".join(f"{piece}." for piece, other in takewhile(lambda pair: pair[0] == pair[1], ends))
+    return f"{front}*" if front and not any(name.startswith(front) for name in others) else None
 
 
 def _stretches(length: int) -> Iterator[tuple[int, int]]:

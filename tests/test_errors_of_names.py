@@ -36,27 +36,32 @@ def said(slots, rename) -> list[str]:
     [
         (
             lambda name: f"actor.{name}",
-            "{} of {} unexpected names begin with `actor.` and fit without it; send them without it",
+            '{} of {} unexpected names begin with `actor.` and fit without it; pass rename=("actor.", "")',
         ),
         (
             lambda name: f"base_model.model.{name}",
-            "{} of {} unexpected names begin with `base_model.model.` and fit without it; send them without it",
+            "{} of {} unexpected names begin with `base_model.model.` and fit without it; "
+            'pass rename=("base_model.model.", "")',
         ),
         (
             lambda name: name.replace("model.", "model.language_model.", 1),
-            "{} of {} unexpected names have `language_model.` in them and fit without it; send them without it",
+            "{} of {} unexpected names have `language_model.` in them and fit without it; "
+            'pass rename=("model.language_model.", "model.")',
         ),
         (
             lambda name: ".base_layer.".join(name.rsplit(".", 1)),
-            "{} of {} unexpected names have `base_layer.` in them and fit without it; send them without it",
+            "{} of {} unexpected names have `base_layer.` in them and fit without it; "
+            "pass rename=lambda name: name.replace('.base_layer.', '.')",
         ),
         (
             lambda name: f"{name}.data",
-            "{} of {} unexpected names end with `.data` and fit without it; send them without it",
+            "{} of {} unexpected names end with `.data` and fit without it; "
+            "pass rename=lambda name: name.removesuffix('.data')",
         ),
         (
             lambda name: name.removeprefix("model."),
-            "{} of {} missing names begin with `model.` and were sent without it; send them with it",
+            "{} of {} missing names begin with `model.` and were sent without it; "
+            'pass rename=(("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."))',
         ),
     ],
 )
@@ -99,7 +104,7 @@ def test_many_names_take_few_lines_and_little_time():
     assert error.problems == tuple(problems)
     assert str(error).splitlines() == [
         "the source cannot be used (36864 problems):",
-        "  - 18432 of 18432 unexpected names begin with `actor.` and fit without it; send them without it",
+        '  - 18432 of 18432 unexpected names begin with `actor.` and fit without it; pass rename=("actor.", "")',
         *(
             f"  - actor.model.layers.{{0..47}}.mlp.experts.{{0..127}}.{part}_proj.weight: {UNEXPECTED} (6144 names)"
             for part in ("gate", "up", "down")
@@ -154,3 +159,31 @@ def test_a_cause_is_said_once_for_all_layers():
 @pytest.mark.parametrize("reasons", [(), ("no name",), ("one", "two"), ("a: b", "c: d"), ("a: b: c",)])
 def test_single_reasons_are_said_as_they_are(reasons):
     assert by_cause(reasons) == list(reasons)
+
+
+@pytest.mark.parametrize(
+    ("name", "sent", "advice"),
+    [
+        ("model.embed_tokens.weight", "[152064, 64]", "; cut the rows of padding, tensor[:151936]"),
+        ("lm_head.weight", "[152064, 64]", "; cut the rows of padding, tensor[:151936]"),
+        ("lm_head.weight", "[151000, 64]", ""),
+        ("lm_head.weight", "[152064, 32]", ""),
+        ("model.layers.0.mlp.up_proj.weight", "[152064, 64]", ""),
+    ],
+)
+def test_rows_of_a_padded_vocabulary_are_to_be_cut(name, sent, advice):
+    problem = f"{name}: has shape {sent}, this engine's is [151936, 64]"
+    error = InvalidSourceError([problem])
+    assert str(error).splitlines()[1] == f"  - {problem}{advice}"
+    assert error.problems == (problem,)
+    error.tell({name: "theirs"})
+    assert str(error).splitlines()[1] == f"  - {problem.replace(name, f'{name} (sent as theirs)')}{advice}"
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_planner_says_it_of_a_padded_vocabulary(name, slots):
+    metas = {slot.name: TensorMeta(shape=slot.full_shape, dtype=slot.source_dtype) for slot in slots}
+    rows, columns = metas["model.embed_tokens.weight"].shape
+    metas[name] = TensorMeta(shape=(rows + 3, columns), dtype=metas["model.embed_tokens.weight"].dtype)
+    with pytest.raises(InvalidSourceError, match=rf"cut the rows of padding, tensor\[:{rows}\]"):
+        PlanBuilder(slots, aliases={"lm_head.weight": "model.embed_tokens.weight"}).plan(metas)

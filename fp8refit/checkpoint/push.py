@@ -128,7 +128,7 @@ def _push(source: SafetensorsSource, server: Server, refitter: Refitter, on_prog
     start_s, num_bytes = time.perf_counter(), _num_bytes(source)
     is_seen, report, error = True, None, None
     try:
-        is_seen = server.sees(str(source.path))
+        is_seen = refitter.config.rename is None and server.sees(str(source.path))
         if is_seen or not server.is_here:
             report = refitter.refit(source.path)
         else:

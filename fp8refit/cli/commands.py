@@ -196,6 +196,12 @@ def push(
     in_flight: Annotated[
         str, typer.Option(help="What to do with running requests: wait, abort or keep.")
     ] = RefitConfig().in_flight,
+    rename: Annotated[
+        str | None,
+        typer.Option(
+            help="Prefixes of names to replace, such as actor.=,model.language_model.=model. for two of them."
+        ),
+    ] = None,
     timeout_s: Annotated[
         float, typer.Option(min=0.1, help="Seconds to wait at each step; reading the checkpoint is one step.")
     ] = RefitConfig().timeout_s,
@@ -214,6 +220,7 @@ def push(
             transport=transport,  # type: ignore[arg-type]
             collective={} if host is None else {"host": host},  # type: ignore[arg-type]
             in_flight=in_flight,  # type: ignore[arg-type]
+            rename=rename,
             timeout_s=timeout_s,
         )
     with push_progress(to) as on_progress:

@@ -44,6 +44,8 @@ class AttachedEngine:
 
     engine: Engine
     turn: Turn = field(default_factory=Turn)
+    idle: set[str] = field(default_factory=set)
+    """Patterns of names that matched nothing, which was said."""
 
     @property
     def turns(self) -> Turn:

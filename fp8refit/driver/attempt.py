@@ -9,15 +9,21 @@ from fp8refit.config import Job, KvOrder, RefitConfig
 from fp8refit.driver.attach import AttachedEngine
 from fp8refit.driver.engine import Engine
 from fp8refit.errors import EngineBusyError, EngineDirtyError, EngineLostError, InvalidCalibrationError
+from fp8refit.fill.plan import is_any_of
 from fp8refit.live.turn import IN_USE
 from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues, order_of
 from fp8refit.report import KvReport, PhaseClock, RefitReport, VerifyReport, longest_phases
+from fp8refit.sources.renamed import Names, renamed
 from fp8refit.sources.source import Manifest, StateDict, as_source
 from fp8refit.transport.error_capture import ErrorCapture
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_WHY_IDLE = {
+    "keep": "the engine has no such weight, or it was sent",
+    "ignore": "no such name was sent, or the engine needs it",
+}
 
 
 class Attempt:
@@ -41,6 +47,7 @@ class Attempt:
         self,
         state_dict: StateDict,
         config: RefitConfig,
+        names: Names | None,
         *,
         manifest: Manifest | None,
         calibration: Calibration | None,
@@ -56,7 +63,7 @@ class Attempt:
                     job = Job(config=config, kv=kv)
                 await engine.check_ready()
             drops_caches = await ranks.prepare(
-                lambda: as_source(state_dict, manifest=manifest), job, driver_error=unready.error
+                lambda: renamed(as_source(state_dict, manifest=manifest), names), job, driver_error=unready.error
             )
         self.version, num_interrupted = ranks.version, 0
         with ErrorCapture() as busy:
@@ -107,10 +114,14 @@ class Attempt:
         )
         return report
 
-    async def verify(self, state_dict: StateDict, config: RefitConfig, *, manifest: Manifest | None) -> VerifyReport:
+    async def verify(
+        self, state_dict: StateDict, config: RefitConfig, names: Names | None, *, manifest: Manifest | None
+    ) -> VerifyReport:
         """Compare what the engine holds with a policy. See `fp8refit.Refitter.verify`."""
         ranks = self._engine.ranks
-        await ranks.prepare(lambda: as_source(state_dict, manifest=manifest), Job(config=config, compares=True))
+        await ranks.prepare(
+            lambda: renamed(as_source(state_dict, manifest=manifest), names), Job(config=config, compares=True)
+        )
         return VerifyReport.of(await ranks.write(), version=ranks.version)
 
     async def resume(self) -> None:
@@ -180,6 +191,20 @@ async def take_turn(attached: AttachedEngine, steps: Callable[[Attempt], Awaitab
             turn.end(attempt)
     finally:
         turn.end(attempt)
+
+
+def warn_of_idle(config: RefitConfig, report: RefitReport, idle: set[str]) -> None:
+    """Warn, when a plan is compiled, of patterns that matched nothing, unless they are in `idle`; add them to it."""
+    if not report.is_first:
+        return
+    named = [("ignore", pattern, report.ignored) for pattern in config.ignore]
+    if all(map(is_any_of(config.keep), report.kept)):  # else one was kept under another of its names
+        named += [("keep", pattern, report.kept) for pattern in config.keep]
+    for option, pattern, names in named:
+        said = f'{option}="{pattern}"'
+        if said not in idle and not any(map(is_any_of([pattern]), names)):
+            idle.add(said)
+            logger.warning("%s matches nothing: %s", said, _WHY_IDLE[option])
 
 
 def _describe(error: BaseException) -> str:

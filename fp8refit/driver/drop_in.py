@@ -24,7 +24,7 @@ import torch
 from pydantic import BaseModel, field_validator
 from torch import Tensor
 
-from fp8refit.config import RefitConfig
+from fp8refit.config import ReadRename, RefitConfig
 from fp8refit.driver.attach import attach_engine
 from fp8refit.driver.completeness import Claims, Kind, Stream, claims_of_all
 from fp8refit.driver.update import Update, update
@@ -34,6 +34,7 @@ from fp8refit.errors import (
     RankFailedError,
     RefitError,
     UnsupportedEngineError,
+    prefixes_for,
 )
 from fp8refit.fill.plan import why_unknown
 from fp8refit.fill.ties import tie_problem
@@ -43,6 +44,7 @@ from fp8refit.live.turn import DisplacedError
 from fp8refit.ranks.rank import Rank
 from fp8refit.report import RefitReport
 from fp8refit.sources.pairs import named
+from fp8refit.sources.renamed import Names, also_as_sent, why_one
 from fp8refit.transport.running import run
 
 _LONGEST_LIST = 8
@@ -67,6 +69,8 @@ class DropInOptions(BaseModel, frozen=True, extra="forbid"):
     """`FP8REFIT_KEEP`: comma-separated patterns of frozen parameters that the trainer never sends."""
     ignore: tuple[str, ...] = ()
     """`FP8REFIT_IGNORE`: comma-separated patterns of what the trainer sends too much."""
+    rename: ReadRename = None
+    """`FP8REFIT_RENAME`: how the trainer's names become the engine's; `OLD=NEW` for each prefix, with commas between."""
 
     @property
     def is_asked(self) -> bool:
@@ -124,6 +128,9 @@ class DropIn:
     def __init__(self, owner: Any, rank: Rank, options: DropInOptions, logger: logging.Logger) -> None:
         self.owner, self._rank, self._logger = owner, rank, logger
         self._config = RefitConfig(keep=options.keep, ignore=options.ignore)
+        self._names = Names.of(options.rename)
+        self._sent: dict[str, str] = {}
+        """Under which of the trainer's names each of the engine's came last, if it has others."""
         self._calibration = options.read_calibration()
         self._stream = Stream(_check_own_scales(claims_of_all(rank, self._config)), options.keep)
         self._update: Update | None = None
@@ -163,10 +170,12 @@ class DropIn:
                 them.
         """
         if not self._is_receiving:
-            return self._load(weights)
+            with also_as_sent(self._names):
+                return self._load(weights)
         if self._late is None:
             try:
-                return self._load(weights)
+                with also_as_sent(self._names):
+                    return self._load(weights)
             except Exception as error:  # noqa: BLE001 - raised by `receiving`
                 self._late = _without_frames(error)
         return set()
@@ -193,7 +202,8 @@ class DropIn:
         came = set()
         self._go_on()
         try:
-            for name, _, tensor in named(pairs):
+            for sent, _, tensor in named(pairs):
+                name = sent if self._names is None else self._named(sent)
                 came.add(name)
                 self._take(name, tensor)
                 if not are_together:
@@ -207,6 +217,19 @@ class DropIn:
         finally:
             self._rest()
         return came
+
+    def _named(self, sent: str) -> str:
+        """The engine's name for one of the trainer's.
+
+        Raises:
+            InvalidSourceError: Another one in the open policy has become the same.
+        """
+        assert self._names is not None, "they differ"
+        name = self._names[sent]
+        other, self._sent[name] = self._sent.get(name, sent), sent
+        if other != sent and self._update is not None and name in self._stream.came:
+            raise InvalidSourceError(why_one([(other, name), (sent, name)]))
+        return name
 
     def begin(self) -> None:
         """Begin a policy that `end` will end.
@@ -309,7 +332,9 @@ class DropIn:
     def _take(self, name: str, tensor: Tensor) -> None:
         stream, kind = self._stream, self._stream.kind_of(name)
         if kind is Kind.UNKNOWN:
-            raise InvalidSourceError([why_unknown(name)])
+            prefixes = prefixes_for(name, stream.missing_after(()))
+            said = f"; FP8REFIT_RENAME={prefixes} makes it fit" if prefixes is not None else ""
+            raise InvalidSourceError([f"{why_unknown(name)}{said}"])
         if self._update is not None and (name in stream.came or name in stream.held):
             if stream.is_whole and not self._is_marked:
                 self._commit()
@@ -430,6 +455,9 @@ class DropIn:
 
     def _open(self, held: Iterable[str] = ()) -> None:
         config = self._config.model_copy(update={"keep": (*self._config.keep, *map(glob.escape, held))})
+        unjudged = [f'keep="{glob.escape(name)}"' for name in held]
+        unjudged += [f'ignore="{pattern}"' for pattern in config.ignore if self._skipped]
+        attach_engine(self.owner).idle.update(unjudged)
         opened = update(self.owner, config, calibration=self._calibration)
         opened.__enter__()
         self._update, self._rank.witness = opened, ""

@@ -1,6 +1,7 @@
 """The public `Refitter` and `refit`. The steps of a refit are in `fp8refit.driver.attempt`."""
 
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -8,13 +9,14 @@ from typing_extensions import override
 
 from fp8refit.config import RefitConfig
 from fp8refit.driver.attach import attach_engine
-from fp8refit.driver.attempt import take_turn
+from fp8refit.driver.attempt import take_turn, warn_of_idle
 from fp8refit.driver.closing import Closing
 from fp8refit.driver.engine import Engine
 from fp8refit.errors import RefitError, UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout
 from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues
 from fp8refit.report import KvReport, RefitReport, VerifyReport
+from fp8refit.sources.renamed import Names, also_as_sent
 from fp8refit.sources.sharded.gather import opened
 from fp8refit.sources.source import Manifest, StateDict
 from fp8refit.transport.running import run
@@ -59,6 +61,7 @@ class Refitter(Closing):
 
     def __init__(self, engine: object, config: RefitConfig | None = None, **options: Any) -> None:
         self._config = choose_config(config, options)
+        self._names = Names.of(self._config.rename)
         self._attached = attach_engine(engine)
         self._engine = self._attached.engine
 
@@ -66,6 +69,11 @@ class Refitter(Closing):
     def config(self) -> RefitConfig:
         """The options."""
         return self._config
+
+    @property
+    def names(self) -> Names | None:
+        """The engine's names for those of the trainer; None if they are the same."""
+        return self._names
 
     @property
     def engine(self) -> Engine:
@@ -149,13 +157,15 @@ class Refitter(Closing):
         in the event loop. A synchronous engine blocks the loop until it is done.
         """
         config = self._config
-        with opened(state_dict, bucket_bytes=config.bucket_bytes, timeout_s=config.timeout_s) as whole:
-            return await take_turn(
+        with self._opened(state_dict) as whole:
+            report = await take_turn(
                 self._attached,
                 lambda attempt: attempt.refit(
-                    whole, config, manifest=manifest, calibration=calibration, kv_scales=kv_scales
+                    whole, config, self._names, manifest=manifest, calibration=calibration, kv_scales=kv_scales
                 ),
             )
+        warn_of_idle(config, report, self._attached.idle)
+        return report
 
     def calibrate(self, calibration: Calibration) -> KvReport:
         """Set the scales of the engine's FP8 KV cache for the served policy, all or none.
@@ -206,9 +216,11 @@ class Refitter(Closing):
 
     async def verify_async(self, state_dict: StateDict, *, manifest: Manifest | None = None) -> VerifyReport:
         """`verify` for an asynchronous engine, awaited in the event loop that drives the engine."""
-        config = self._config
-        with opened(state_dict, bucket_bytes=config.bucket_bytes, timeout_s=config.timeout_s) as whole:
-            return await take_turn(self._attached, lambda attempt: attempt.verify(whole, config, manifest=manifest))
+        config, names = self._config, self._names
+        with self._opened(state_dict) as whole:
+            return await take_turn(
+                self._attached, lambda attempt: attempt.verify(whole, config, names, manifest=manifest)
+            )
 
     def layout(self) -> EngineLayout:
         """Slots, kernels, scale formats and refusals of the engine."""
@@ -249,6 +261,16 @@ class Refitter(Closing):
     async def close_async(self) -> None:
         """`close` for an asynchronous engine."""
         await take_turn(self._attached, lambda _: self._engine.ranks.close())
+
+    @contextmanager
+    def _opened(self, state_dict: StateDict) -> Iterator[StateDict]:
+        """What is read; and errors speak of the trainer's names too."""
+        config = self._config
+        with (
+            also_as_sent(self._names),
+            opened(state_dict, bucket_bytes=config.bucket_bytes, timeout_s=config.timeout_s) as whole,
+        ):
+            yield whole
 
     def _run(self, steps: Coroutine[Any, Any, T]) -> T:
         """Run the steps of a synchronous engine, which never suspend.

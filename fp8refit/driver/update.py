@@ -20,6 +20,7 @@ from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues
 from fp8refit.report import RefitReport
 from fp8refit.sources.handover import HandedBucket, HandedSource
 from fp8refit.sources.pairs import named
+from fp8refit.sources.renamed import under
 from fp8refit.sources.row_runs import InPieces
 from fp8refit.sources.source import Manifest, check_can_be_read_twice
 from fp8refit.transport.running import run
@@ -67,7 +68,9 @@ def update(
         ...                 update.load(bucket)
     """
     refitter = Refitter(engine, config, **options)
-    return Update(refitter, HandedSource(manifest), engine, calibration=calibration, kv_scales=kv_scales)
+    return Update(
+        refitter, HandedSource(manifest, refitter.names), engine, calibration=calibration, kv_scales=kv_scales
+    )
 
 
 class Update(AbstractContextManager["Update"]):
@@ -153,9 +156,15 @@ class Update(AbstractContextManager["Update"]):
         self._steps = steps
 
     def _as_pairs(self, bucket: Any) -> HandedBucket:
+        names = self._refitter.names
         if isinstance(bucket, Mapping):
             bucket = list(bucket.items())
-        pairs: Iterator[tuple[str, Tensor]] = ((name, tensor) for name, _, tensor in named(bucket))
+        pairs: Iterator[tuple[str, Tensor]] = (
+            (name if names is None else names[name], tensor) for name, _, tensor in named(bucket)
+        )
         if isinstance(bucket, list | tuple):  # checked first: the check for `InPieces` takes a tenth of a millisecond
             return list(pairs)
-        return bucket.pieces(self._config.bucket_bytes) if isinstance(bucket, InPieces) else pairs
+        if not isinstance(bucket, InPieces):
+            return pairs
+        pieces = bucket.pieces(self._config.bucket_bytes)
+        return pieces if names is None else under(names, pieces)

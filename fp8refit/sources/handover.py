@@ -1,11 +1,12 @@
 """A policy that the caller hands over bucket by bucket, while the engine stays locked for its refit."""
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from torch import Tensor
 
 from fp8refit.live.slots import TensorMeta
+from fp8refit.sources.renamed import Names, renamed
 from fp8refit.sources.row_runs import Piece
 from fp8refit.sources.source import Manifest, PushedSource, StreamSource
 
@@ -18,13 +19,15 @@ class HandedSource(PushedSource):
 
     Args:
         manifest: Shape and dtype of everything that will come, if known.
+        names: The engine's names for those of the manifest, if it has others.
     """
 
-    def __init__(self, manifest: Manifest | None) -> None:
-        announced: Mapping[str, TensorMeta] | None = None
+    def __init__(self, manifest: Manifest | None, names: Names | None = None) -> None:
+        announced: tuple[Mapping[str, TensorMeta], Sequence[str]] | None = None
         if manifest is not None:
-            announced = StreamSource(tuple, is_repeatable=False, manifest=manifest).metadata
-        super().__init__(announced)
+            announced = renamed(StreamSource(tuple, is_repeatable=False, manifest=manifest), names).scan()
+        metadata, problems = announced or (None, ())
+        super().__init__(metadata, problems=problems)
 
     async def next_bucket(self) -> HandedBucket | None:
         """Return the next bucket; None after the last.

@@ -95,13 +95,16 @@ class MegatronNames:
     """Ranks that matrices are split over."""
     expert_tensor_parallel: int = 1
     """Ranks that the matrices of one expert are split over."""
+    vocab_size: int | None = None
+    """Rows of the checkpoint's embedding and LM head, if the trainer pads them (`make_vocab_size_divisible_by`)."""
 
     def __call__(self, name: str, tensor: Tensor, /) -> Iterator[tuple[str, Tensor]]:
         """Yield the checkpoint names and tensors that one of the trainer's tensors holds. Unknown names pass
         unchanged.
         """
         if name in _TOP:
-            yield _TOP[name], tensor
+            is_padded = self.vocab_size is not None and tensor.ndim == 2 and tensor.shape[0] > self.vocab_size
+            yield _TOP[name], tensor[: self.vocab_size] if is_padded else tensor
             return
         found = _LAYER.fullmatch(name)
         if found is None:

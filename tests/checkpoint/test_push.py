@@ -270,3 +270,13 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_to_its_end(transport, 
     result = push_checkpoint(tmp_path / "checkpoint", [URL], config, on_progress=on_progress)
     assert not result.failed and not (tmp_path / "next").exists()
     running.cluster.assert_holds(policy, version=1)
+
+
+@pytest.mark.parametrize("transport", ["auto", "collective"])
+def test_names_of_files_are_translated_here(transport, running, policy, tmp_path):
+    save_file({f"actor.{name}": tensor for name, tensor in policy.items()}, tmp_path / "model.safetensors")
+    said = push(tmp_path, "--to", URL, "--transport", transport, "--rename", "actor.=", "--json")
+    assert json.loads(said.stdout)["servers"][0]["read_by"] == "driver"
+    running.cluster.assert_holds(policy, version=1)
+    said = push(tmp_path, "--to", URL, "--rename", "actor.")
+    assert said.exit_code == 2 and "--rename" in said.output

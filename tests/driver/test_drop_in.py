@@ -17,6 +17,7 @@ import fp8refit
 from fp8refit.driver.completeness import Claims, Stream
 from fp8refit.driver.drop_in import DropIn, DropInOptions, _digest
 from fp8refit.errors import (
+    UNEXPECTED,
     EngineBusyError,
     EngineDirtyError,
     InvalidSourceError,
@@ -871,6 +872,7 @@ class Simulated:
     """An engine that holds a number for each name, its rank, and its update."""
 
     group, witness, summary = SimpleNamespace(size=1), "", str
+    _fp8refit_engine = SimpleNamespace(idle=set())
 
     def __init__(self):
         self.held, self.served, self.errors = dict.fromkeys(NAMES, FROZEN), [], []
@@ -930,6 +932,8 @@ def simulate(monkeypatch):
         ({"FP8REFIT_DROP_IN": "1"}, None, {"drop_in": True}),
         ({"FP8REFIT_DROP_IN": "0", "FP8REFIT_KEEP": "*norm*,a.b"}, {}, {"drop_in": False, "keep": ("*norm*", "a.b")}),
         ({"FP8REFIT_IGNORE": "critic.*"}, {}, {"ignore": ("critic.*",)}),
+        ({"FP8REFIT_RENAME": "actor.=,a.b.=a."}, {}, {"rename": (("actor.", ""), ("a.b.", "a."))}),
+        ({"FP8REFIT_RENAME": "actor.="}, {"rename": ["a.", "b."]}, {"rename": (("a.", "b."),)}),
         ({"FP8REFIT_DROP_IN": "1"}, {"drop_in": False}, {"drop_in": False}),
         ({"FP8REFIT_QUANTIZATION": "fp8_per_block"}, None, {"quantization": "fp8_per_block", "drop_in": False}),
     ],
@@ -939,7 +943,30 @@ def test_options_come_from_the_environment_and_from_the_engine(environment, opti
     assert {name: getattr(read, name) for name in expected} == expected
 
 
-@pytest.mark.parametrize("options", [{"drop_inn": True}, {"drop_in": "perhaps"}])
+def test_a_trainers_own_names_become_the_engines():
+    site = Site(rename="actor.=")
+    for version, seed in enumerate((3, 4), start=1):
+        policy = site.cluster.make_policy(seed)
+        site.load_policy({f"actor.{name}": tensor for name, tensor in policy.items()}, size=3)
+        site.assert_holds(policy, version)
+    wrong = {f"actor.{name}": tensor for name, tensor in (policy | {NORM: torch.ones(3)}).items()}
+    for error in site.load(list(wrong.items()))[0]:
+        assert f"{NORM} (sent as actor.{NORM}): has shape [3]" in str(error)
+    for error in Site().load([(f"actor.{NORM}", policy[NORM])])[0]:
+        assert f"{UNEXPECTED}; FP8REFIT_RENAME=actor.= makes it fit" in str(error)
+
+
+def test_two_names_that_become_one_are_named():
+    site = Site(rename="actor.=")
+    policy = site.cluster.make_policy(3)
+    outcomes = site.load([(f"actor.{NORM}", policy[NORM])], [(NORM, policy[NORM] + 1)])
+    for error in outcomes[1]:
+        assert f"is made of actor.{NORM} and of {NORM}, which rename= makes one" in str(error)
+    site.load_policy({NORM: policy[NORM]} | policy, size=99)
+    site.assert_holds(policy, 1)
+
+
+@pytest.mark.parametrize("options", [{"drop_inn": True}, {"drop_in": "perhaps"}, {"rename": "actor."}])
 def test_wrong_options_are_errors(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         DropInOptions.read({}, options)

@@ -95,3 +95,21 @@ def test_a_name_that_is_not_known_is_given_as_it_is():
     bias = torch.ones(3)
     for name in ("decoder.layers.0.mlp.linear_fc1.bias", "vision_model.weight"):
         assert list(rename(name, bias)) == [(name, bias)]
+
+
+@pytest.mark.parametrize("max_bytes", [1 << 20, 256])
+def test_rows_of_padding_are_cut(max_bytes):
+    weights = checkpoint()
+    padded = megatron(weights, 1)
+    top = ("embedding.word_embeddings.weight", "output_layer.weight")
+    padded |= {name: torch.cat([padded[name], torch.full((8, HIDDEN), torch.nan)]) for name in top}
+    names = MegatronNames(num_query_groups=GROUPS, head_dim=HEAD, vocab_size=40)
+    found: dict[str, list[Tensor]] = {}
+    source = gathered(padded, rename=names)
+    for piece in source.pieces(max_bytes):
+        found.setdefault(piece.name, []).append(piece.tensor.clone())
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert source.metadata[name].shape == (40, HIDDEN)
+        assert torch.equal(torch.cat(found[name]), weights[name])
+    plain = dict(gathered(megatron(weights, 1), rename=names))
+    assert torch.equal(plain["lm_head.weight"], weights["lm_head.weight"])

@@ -18,15 +18,16 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fp8refit.config import MAX_TIMEOUT_S
+from fp8refit.config import MAX_TIMEOUT_S, NewNames
 from fp8refit.errors import InvalidSourceError, RankFailedError, RefitError
 from fp8refit.live.slots import TensorMeta
 from fp8refit.live.storage import why_unreadable
 from fp8refit.sources.pairs import named, readable
+from fp8refit.sources.renamed import why_one
 from fp8refit.sources.row_runs import Piece, cut
 from fp8refit.sources.sharded.batches import Batch, PartRows, batches
 from fp8refit.sources.sharded.owned import Holding, Shared, owner_batches, unite, why_differ
-from fp8refit.sources.sharded.renaming import Renamer, Renaming
+from fp8refit.sources.sharded.renaming import Renamer, Renaming, only_names
 from fp8refit.sources.sharded.shards import Part, PartReader, has_shards, is_shard
 from fp8refit.sources.sharded.trainer_group import Statement, Step, Trainers, trainer_group, waits_at_most
 from fp8refit.sources.source import NamedTensors, StateDict
@@ -46,7 +47,7 @@ def gathered(
     state_dict: Mapping[str, Tensor] | NamedTensors | Callable[[], NamedTensors],
     group: ProcessGroup | None = None,
     *,
-    rename: Renamer | None = None,
+    rename: Renamer | NewNames | None = None,
     is_apart: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
     timeout_s: float = 300.0,
@@ -64,7 +65,8 @@ def gathered(
             refuses a tensor, all stop after some more tensors. If an iterator raises on one rank alone, operations of
             `group` in which the others wait for it end after `timeout_s`, and all ranks raise: `group` carries no votes.
         group: All ranks that take part. By default, those of the shards' mesh.
-        rename: Turns them into checkpoint tensors; see `Renamer` and `fp8refit.training.megatron.MegatronNames`.
+        rename: Turns them into checkpoint tensors; see `Renamer` and `fp8refit.training.megatron.MegatronNames`. Or prefixes
+            or a mapping, as in `RefitConfig.rename`.
         is_apart: Set this if ranks hold different tensors, like pipeline stages or ranks with different experts. The
             policy is then the union. Names, shapes and placements are compared before the first gather. Ranks get what
             they lack from the first rank that has it. `group` must contain all of these ranks, and a name must mean the
@@ -75,8 +77,7 @@ def gathered(
 
     Raises:
         InvalidSourceError: `group` is missing and cannot be derived from the shards.
-        TypeError: `rename` is not a function.
-        ValueError: `bucket_bytes` or `timeout_s` is out of range.
+        ValueError: `bucket_bytes` or `timeout_s` is out of range, or `rename` is none of these.
 
     Examples:
         >>> with fp8refit.gathered(model.state_dict()) as weights:     # doctest: +SKIP
@@ -84,9 +85,7 @@ def gathered(
         ...         print(refitter.refit(weights))
     """
     if rename is not None and not callable(rename):
-        raise TypeError(
-            f"rename is of type {type(rename).__name__}; pass a function, see fp8refit.sources.sharded.renaming.Renamer"
-        )
+        rename = only_names(rename)
     if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"bucket_bytes is {bucket_bytes!r}; it must be a whole number of at least 1")
     if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= MAX_TIMEOUT_S:
@@ -134,8 +133,13 @@ class Gathered(AbstractContextManager["Gathered"]):
         """Shape and dtype of every whole tensor, by its checkpoint name. Includes tensors of other ranks once they are
         known. Does not communicate.
         """
+        return {name: meta for _, name, meta in self._made}
+
+    @property
+    def _made(self) -> Iterator[tuple[str, str, TensorMeta]]:
+        """The trainer's name of each tensor, and name and metadata of what it becomes."""
         parts = self._parts if self._shared is None else [shared.part for shared in self._shared]
-        return {name: meta for part in parts for name, meta in self._renaming.metadata(part)}
+        return ((part.name, name, meta) for part in parts for name, meta in self._renaming.metadata(part))
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -153,7 +157,9 @@ class Gathered(AbstractContextManager["Gathered"]):
             RefitError: Another rank raised it.
         """
         self._agree("plan")
-        return self.metadata, self.problems
+        made = list(self._made)
+        problems = (*self.problems, *why_one((sent, name) for sent, name, _ in made))
+        return {name: meta for _, name, meta in made}, problems
 
     def pieces(self, max_bytes: int) -> Iterator[Piece]:
         """Gather everything once, in pieces of at most `max_bytes`, or one row of blocks if that is larger.

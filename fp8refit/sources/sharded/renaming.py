@@ -6,7 +6,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fp8refit.config import NewNames
 from fp8refit.live.slots import TensorMeta
+from fp8refit.sources.renamed import Names
 from fp8refit.sources.row_runs import Piece, cut
 from fp8refit.sources.sharded.batches import PartRows
 from fp8refit.sources.sharded.shards import Part
@@ -34,6 +36,16 @@ class Renamer(Protocol):
     def __call__(self, name: str, tensor: Tensor, /) -> NamedTensors:
         """Yield checkpoint names and tensors, or nothing if no engine needs it."""
         ...
+
+
+def only_names(rename: NewNames) -> Renamer:
+    """The renamer that gives tensors other names, and changes nothing else.
+
+    Raises:
+        ValueError: See `fp8refit.config.read_rename`.
+    """
+    names = Names(rename)
+    return lambda name, tensor: [(names[name], tensor)]
 
 
 class Renaming:

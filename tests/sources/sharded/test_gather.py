@@ -249,7 +249,7 @@ def test_a_rank_that_dies_in_the_middle_is_an_error_on_the_others(four):
 @pytest.mark.parametrize(
     ("options", "kind", "match"),
     [
-        ({"rename": "prefix."}, TypeError, "rename is of type str"),
+        ({"rename": "prefix."}, ValueError, "rename is 'prefix.'; pass a pair of prefixes"),
         ({"bucket_bytes": 0}, ValueError, "bucket_bytes is 0"),
         ({"bucket_bytes": "1 GB"}, ValueError, "bucket_bytes is '1 GB'"),
         *(
