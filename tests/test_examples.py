@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+QUICKSTART = Path(__file__).parents[1] / "docs" / "quickstart.md"
 
 
 def test_the_transformers_loop_serves_every_version():
@@ -15,6 +17,21 @@ def test_the_transformers_loop_serves_every_version():
     )
     lines = result.stdout.splitlines()
     assert [line.split(":")[0] for line in lines] == ["version 1", "version 2", "version 3"]
+
+
+def test_the_quickstart_runs_as_it_stands_and_prints_what_it_says():
+    """But for its last block, which needs an engine."""
+    *blocks, last = re.findall(r"^```python\n(.+?)^```$", QUICKSTART.read_text(), re.MULTILINE | re.DOTALL)
+    assert "vllm" in last
+    result = subprocess.run([sys.executable, "-c", "\n".join(blocks)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert [line.split() for line in lines[:4]] == [
+        ["engine", "transformers"],
+        *(["version", "3"], ["tensors", "25"], ["quantized", "14"]),
+    ]
+    assert 'names begin with `actor.` and fit without it; pass rename=("actor.", "")' in result.stdout
+    assert "fp8refit/fill_s " in result.stdout
 
 
 def test_a_weight_synchronizer_for_nemo_rl_refits_and_says_what_failed():
