@@ -2,16 +2,16 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import torch.distributed
 from torch import Tensor
 from typing_extensions import override
 
-from fp8refit.config import RefitConfig
+from fp8refit.config import Options, RefitConfig, choose_config
 from fp8refit.driver.closing import Closing
 from fp8refit.driver.engine_group import EngineGroup
-from fp8refit.driver.refitter import Refitter, choose_config
+from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import InvalidSourceError
 from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues
 from fp8refit.report import RefitReport
@@ -53,7 +53,7 @@ class Broadcaster(Closing):
         *,
         config: RefitConfig | None = None,
         group: "ProcessGroup | None" = None,
-        **options: Any,
+        **options: Unpack[Options],
     ) -> None:
         if isinstance(engines, str) or not isinstance(engines, Iterable):
             raise TypeError(f"engines is of type {type(engines).__name__}; pass a list of engines")
