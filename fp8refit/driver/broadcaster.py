@@ -1,6 +1,6 @@
 """Refits several engines with one broadcast: all serve the new policy, or none does."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Unpack
 
@@ -38,6 +38,8 @@ class Broadcaster(Closing):
             `collective.host`, an address of this host.
         group: The trainer's ranks, if there are several: each of them makes a `Broadcaster` and calls `push`. The group
             must support CPU tensors (gloo in addition to NCCL).
+        on_refit: See `Refitter`. Called on the trainer's rank 0.
+        **options: See `Refitter`.
 
     Raises:
         UnsupportedEngineError: An engine cannot be refitted by broadcast; says why.
@@ -53,6 +55,7 @@ class Broadcaster(Closing):
         *,
         config: RefitConfig | None = None,
         group: "ProcessGroup | None" = None,
+        on_refit: Callable[[RefitReport], object] = lambda _: None,
         **options: Unpack[Options],
     ) -> None:
         if isinstance(engines, str) or not isinstance(engines, Iterable):
@@ -61,7 +64,7 @@ class Broadcaster(Closing):
         self._group = group
         self._refitter: Refitter | None = None
         if group is None or torch.distributed.get_rank(group) == 0:
-            self._refitter = Refitter(EngineGroup(tuple(engines)), self._config)
+            self._refitter = Refitter(EngineGroup(tuple(engines)), self._config, on_refit=on_refit)
 
     @property
     def version(self) -> int:

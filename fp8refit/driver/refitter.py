@@ -1,6 +1,6 @@
 """The public `Refitter` and `refit`. The steps of a refit are in `fp8refit.driver.attempt`."""
 
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -32,6 +32,7 @@ class Refitter(Closing):
             `fp8refit_transformers.to_block_fp8`, or a running vLLM or SGLang server: its URL, or a `VllmServer` or
             `SglangServer` of the adapters.
         config: Options; or pass its fields as keywords.
+        on_refit: Called with each report once the engine serves the new policy. What it raises reaches the caller.
         **options: `validate`, `fp32_sources`, `on_scale_mismatch`, `keep`, `ignore`, `rename`, `prove_trace`, `bucket_bytes`,
             `transport`, `collective`, `in_flight`, `kv` and `timeout_s`; see `RefitConfig`.
 
@@ -46,7 +47,15 @@ class Refitter(Closing):
         >>> print(report)                                       # doctest: +SKIP
     """
 
-    def __init__(self, engine: object, config: RefitConfig | None = None, **options: Unpack[Options]) -> None:
+    def __init__(
+        self,
+        engine: object,
+        config: RefitConfig | None = None,
+        *,
+        on_refit: Callable[[RefitReport], object] = lambda _: None,
+        **options: Unpack[Options],
+    ) -> None:
+        self._on_refit = on_refit
         self._config = choose_config(config, options)
         self._names = Names.of(self._config.rename)
         self._attached = attach_engine(engine)
@@ -152,6 +161,7 @@ class Refitter(Closing):
                 ),
             )
         warn_of_idle(config, report, self._attached.idle)
+        self._on_refit(report)
         return report
 
     def calibrate(self, calibration: Calibration) -> KvReport:

@@ -54,7 +54,7 @@ def update(
             are checked as they arrive, and one that does not fit leaves the engine dirty.
         calibration: See `Refitter.refit`; token ids.
         kv_scales: See `Refitter.refit`.
-        **options: Fields of the config.
+        **options: Fields of the config; see `Refitter`.
 
     Raises:
         UnsupportedEngineError: The engine's ranks are in other processes, or its scheduler does not read the flag.
