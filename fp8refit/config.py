@@ -2,9 +2,13 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from difflib import get_close_matches
+from textwrap import shorten
+from typing import Annotated, Any, Literal, TypeAlias, TypedDict
 
-from pydantic import BaseModel, Field, PlainValidator, field_validator
+from pydantic import BaseModel, Field, PlainValidator, ValidationError, field_validator
+
+from fp8refit.errors import InvalidOptionError
 
 Validate = Literal["fused", "strict", "off"]
 InFlight = Literal["wait", "abort", "keep"]
@@ -166,6 +170,57 @@ class RefitConfig(BaseModel, frozen=True, extra="forbid"):
     @classmethod
     def _one_or_several(cls, patterns: Any) -> Any:
         return (patterns,) if isinstance(patterns, str) else patterns
+
+
+class Options(TypedDict, total=False):
+    """The fields of `RefitConfig`, as keywords of `Refitter`, `refit`, `update` and `Broadcaster`."""
+
+    validate: Validate
+    fp32_sources: Literal["round_to_bf16", "exact"]
+    on_scale_mismatch: Literal["refuse", "copy"]
+    keep: str | Sequence[str]
+    ignore: str | Sequence[str]
+    rename: Rename | None
+    prove_trace: bool
+    bucket_bytes: int
+    transport: Transport
+    collective: CollectiveConfig | Mapping[str, Any]
+    in_flight: InFlight
+    kv: KvConfig | Mapping[str, Any]
+    timeout_s: float
+
+
+def choose_config(config: RefitConfig | None, options: Mapping[str, Any]) -> RefitConfig:
+    """Return the given config, or make one from its fields.
+
+    Raises:
+        TypeError: `config` is not a config.
+        InvalidOptionError: Both were given, or a field is unknown or invalid.
+    """
+    if config is None:
+        try:
+            return RefitConfig(**options)
+        except ValidationError as error:
+            raise InvalidOptionError("\n".join(map(_why_invalid, error.errors()))) from None
+    if not isinstance(config, RefitConfig):
+        raise TypeError(f"config is of type {type(config).__name__}; pass a RefitConfig, or its fields as keywords")
+    if options:
+        raise InvalidOptionError(f"give config or its fields as keywords, not both (got {sorted(options)} too)")
+    return config
+
+
+def _why_invalid(problem: Mapping[str, Any]) -> str:
+    """Say in one line what a model says of a field."""
+    *path, name = map(str, problem["loc"])
+    where = ".".join((*path, name))
+    if problem["type"] != "extra_forbidden":
+        return f"`{where}` is {shorten(repr(problem['input']), 80)}: {problem['msg'].removeprefix('Value error, ')}"
+    model: Any = RefitConfig
+    for part in path:
+        model = model.model_fields[part].annotation
+    known = [field.alias or each for each, field in model.model_fields.items()]
+    closest = [".".join((*path, each)) for each in get_close_matches(name, known, n=1)]
+    return f"no option `{where}`; " + (f"did you mean `{closest[0]}`?" if closest else f"there are {', '.join(known)}")
 
 
 class Job(BaseModel, frozen=True, extra="forbid"):

@@ -70,6 +70,10 @@ class NonFiniteError(RefitError, ValueError):
         self.args = (f"NaN or Inf in {len(self.names)} tensor(s): {listing}. {consequence}",)
 
 
+class InvalidOptionError(RefitError, ValueError):
+    """Options of fp8refit are unknown, or have values that are not possible. The message has a line for each."""
+
+
 class InvalidCalibrationError(RefitError, ValueError):
     """This engine cannot use the calibration batch or the KV scales: no tokens, unknown token ids, a scale of zero."""
 

@@ -1,13 +1,18 @@
 """What a user may configure."""
 
+import inspect
 import math
+import re
+from typing import Unpack
 
 import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from fp8refit import RefitConfig, gathered
+import fp8refit
+from fp8refit import Broadcaster, InvalidOptionError, RefitConfig, Refitter, gathered
 from fp8refit.cli import commands as cli
+from fp8refit.config import Options
 
 
 @pytest.mark.parametrize("seconds", [math.inf, math.nan, 1e12, 86_401, 0, -1])
@@ -33,3 +38,36 @@ def test_the_command_line_says_how_long_a_step_may_take(seconds, tmp_path):
     said = CliRunner().invoke(cli.app, ["push", str(tmp_path), "--to", "http://127.0.0.1:1", "--timeout-s", seconds])
     assert said.exit_code == 2
     assert "Input should be" in said.output
+
+
+FIELDS = {field.alias or name for name, field in RefitConfig.model_fields.items()}
+
+
+def test_an_editor_knows_every_option():
+    assert Options.__annotations__.keys() == FIELDS
+    listed = inspect.getdoc(Refitter).partition("**options:")[2].partition("Raises:")[0]
+    assert set(re.findall(r"`(\w+)`", listed)) - {"RefitConfig"} == FIELDS
+    for call in (Refitter.__init__, Broadcaster.__init__, fp8refit.refit, fp8refit.update):
+        assert inspect.signature(call).parameters["options"].annotation == Unpack[Options]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"bucket_byte": 1 << 30}, "no option `bucket_byte`; did you mean `bucket_bytes`?"),
+        ({"validate_values": "off"}, "no option `validate_values`; did you mean `validate`?"),
+        ({"collective": {"hots": "x"}}, "no option `collective.hots`; did you mean `collective.host`?"),
+        ({"xyzzy": 1}, f"no option `xyzzy`; there are {', '.join(Options.__annotations__)}"),
+        ({"bucket_bytes": 5}, "`bucket_bytes` is 5: Input should be greater than or equal to 1048576"),
+        ({"kv": {"margin": -1}}, "`kv.margin` is -1: Input should be greater than 0"),
+        ({"rename": 5}, "`rename` is 5: rename is 5; pass a pair of prefixes"),
+        ({"keep": 5, "ignor": 1}, "no option `ignor`; did you mean `ignore`?"),
+    ],
+)
+def test_a_wrong_option_is_our_error_with_the_closest_one(options, expected):
+    for call in (Refitter, fp8refit.update, lambda engine, **options: fp8refit.refit(engine, {}, **options)):
+        with pytest.raises(InvalidOptionError) as raised:
+            call(None, **options)
+        assert any(line.startswith(expected) for line in str(raised.value).splitlines()), raised.value
+    with pytest.raises(InvalidOptionError):
+        Broadcaster([], **options)

@@ -1,17 +1,17 @@
 """Refits several engines with one broadcast: all serve the new policy, or none does."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import torch.distributed
 from torch import Tensor
 from typing_extensions import override
 
-from fp8refit.config import RefitConfig
+from fp8refit.config import Options, RefitConfig, choose_config
 from fp8refit.driver.closing import Closing
 from fp8refit.driver.engine_group import EngineGroup
-from fp8refit.driver.refitter import Refitter, choose_config
+from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import InvalidSourceError
 from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues
 from fp8refit.report import RefitReport
@@ -38,6 +38,8 @@ class Broadcaster(Closing):
             `collective.host`, an address of this host.
         group: The trainer's ranks, if there are several: each of them makes a `Broadcaster` and calls `push`. The group
             must support CPU tensors (gloo in addition to NCCL).
+        on_refit: See `Refitter`. Called on the trainer's rank 0.
+        **options: See `Refitter`.
 
     Raises:
         UnsupportedEngineError: An engine cannot be refitted by broadcast; says why.
@@ -53,7 +55,8 @@ class Broadcaster(Closing):
         *,
         config: RefitConfig | None = None,
         group: "ProcessGroup | None" = None,
-        **options: Any,
+        on_refit: Callable[[RefitReport], object] = lambda _: None,
+        **options: Unpack[Options],
     ) -> None:
         if isinstance(engines, str) or not isinstance(engines, Iterable):
             raise TypeError(f"engines is of type {type(engines).__name__}; pass a list of engines")
@@ -61,7 +64,7 @@ class Broadcaster(Closing):
         self._group = group
         self._refitter: Refitter | None = None
         if group is None or torch.distributed.get_rank(group) == 0:
-            self._refitter = Refitter(EngineGroup(tuple(engines)), self._config)
+            self._refitter = Refitter(EngineGroup(tuple(engines)), self._config, on_refit=on_refit)
 
     @property
     def version(self) -> int:

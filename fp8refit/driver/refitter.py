@@ -1,13 +1,13 @@
 """The public `Refitter` and `refit`. The steps of a refit are in `fp8refit.driver.attempt`."""
 
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 from typing_extensions import override
 
-from fp8refit.config import RefitConfig
+from fp8refit.config import Options, RefitConfig, choose_config
 from fp8refit.driver.attach import attach_engine
 from fp8refit.driver.attempt import take_turn, warn_of_idle
 from fp8refit.driver.closing import Closing
@@ -24,22 +24,6 @@ from fp8refit.transport.running import run
 T = TypeVar("T")
 
 
-def choose_config(config: RefitConfig | None, options: Mapping[str, Any]) -> RefitConfig:
-    """Return the given config, or make one from its fields.
-
-    Raises:
-        TypeError: `config` is not a config.
-        ValueError: Both were given, or a field is unknown or invalid.
-    """
-    if config is None:
-        return RefitConfig(**options)
-    if not isinstance(config, RefitConfig):
-        raise TypeError(f"config is of type {type(config).__name__}; pass a RefitConfig, or its fields as keywords")
-    if options:
-        raise ValueError(f"give config or its fields as keywords, not both (got {sorted(options)} too)")
-    return config
-
-
 class Refitter(Closing):
     """Moves one live engine from policy to policy.
 
@@ -48,8 +32,12 @@ class Refitter(Closing):
             `fp8refit_transformers.to_block_fp8`, or a running vLLM or SGLang server: its URL, or a `VllmServer` or
             `SglangServer` of the adapters.
         config: Options; or pass its fields as keywords.
+        on_refit: Called with each report once the engine serves the new policy. What it raises reaches the caller.
+        **options: `validate`, `fp32_sources`, `on_scale_mismatch`, `keep`, `ignore`, `rename`, `prove_trace`, `bucket_bytes`,
+            `transport`, `collective`, `in_flight`, `kv` and `timeout_s`; see `RefitConfig`.
 
     Raises:
+            InvalidOptionError: An option is unknown or invalid.
             UnsupportedEngineError: No installed adapter accepts the engine, or it cannot be refitted; says what to set.
             EngineLostError: No server answers at the URL.
 
@@ -59,7 +47,15 @@ class Refitter(Closing):
         >>> print(report)                                       # doctest: +SKIP
     """
 
-    def __init__(self, engine: object, config: RefitConfig | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        engine: object,
+        config: RefitConfig | None = None,
+        *,
+        on_refit: Callable[[RefitReport], object] = lambda _: None,
+        **options: Unpack[Options],
+    ) -> None:
+        self._on_refit = on_refit
         self._config = choose_config(config, options)
         self._names = Names.of(self._config.rename)
         self._attached = attach_engine(engine)
@@ -165,6 +161,7 @@ class Refitter(Closing):
                 ),
             )
         warn_of_idle(config, report, self._attached.idle)
+        self._on_refit(report)
         return report
 
     def calibrate(self, calibration: Calibration) -> KvReport:
@@ -306,7 +303,7 @@ def refit(
     manifest: Manifest | None = None,
     calibration: Calibration | None = None,
     kv_scales: KvScaleValues | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> RefitReport:
     """`Refitter(engine, **options).refit(state_dict)` in one line; the engine keeps its plan between calls."""
     refitter = Refitter(engine, **options)

@@ -7,11 +7,11 @@ when that arrives.
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from torch import Tensor
 
-from fp8refit.config import RefitConfig
+from fp8refit.config import Options, RefitConfig
 from fp8refit.driver.attach import attach_engine
 from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.driver.refitter import Refitter
@@ -33,7 +33,7 @@ def update(
     manifest: Manifest | None = None,
     calibration: Calibration | None = None,
     kv_scales: KvScaleValues | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> "Update":
     """Update an engine from inside the process of its live model, instead of calling `model.load_weights`.
 
@@ -54,7 +54,7 @@ def update(
             are checked as they arrive, and one that does not fit leaves the engine dirty.
         calibration: See `Refitter.refit`; token ids.
         kv_scales: See `Refitter.refit`.
-        **options: Fields of the config.
+        **options: Fields of the config; see `Refitter`.
 
     Raises:
         UnsupportedEngineError: The engine's ranks are in other processes, or its scheduler does not read the flag.

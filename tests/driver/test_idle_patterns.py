@@ -42,10 +42,12 @@ def test_each_is_said_once_to_whoever_drives_ranks_elsewhere(make, caplog, tmp_p
 
 
 def test_each_is_said_once_by_a_broadcast(caplog):
-    with Broadcaster([Remote(cluster := Cluster("tensor")).client], **OPTIONS) as broadcaster:
+    reports = []
+    with Broadcaster([Remote(cluster := Cluster("tensor")).client], on_refit=reports.append, **OPTIONS) as broadcaster:
         for seed in (1, 2):
             broadcaster.push(without(cluster.make_policy(seed), NORM) | EXTRA)
             assert warnings_of(caplog) == SAID
+    assert [report.version for report in reports] == [1, 2]
 
 
 def test_refits_in_one_line_say_it_once_too(caplog):

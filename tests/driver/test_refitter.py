@@ -1005,3 +1005,28 @@ def test_a_turn_is_one_holder_s_and_ended_by_nobody_else():
     turn.end("first")
     turn.end("first")
     assert turn.take("second")
+
+
+def test_each_report_is_handed_over_once_the_policy_is_served(model):
+    seen = []
+    refitter = Refitter(model, on_refit=lambda report: seen.append((report, list(model.events), threading.get_ident())))
+    reports = [refitter.refit(make_policy(model, seed=seed)) for seed in (1, 2)]
+    assert [report for report, _, _ in seen] == reports
+    assert seen[0][1] == GOOD and {thread for _, _, thread in seen} == {threading.get_ident()}
+    with pytest.raises(NonFiniteError):
+        refitter.refit(policy_with_nan(model))
+    refitter.refit(make_policy(model, seed=3))
+    assert refitter.verify(make_policy(model, seed=3))
+    assert [report.version for report, _, _ in seen] == [1, 2, 3]
+
+
+def test_what_the_hook_raises_reaches_the_caller_and_the_policy_is_served(model):
+    def fail(report):
+        raise KeyError("step")
+
+    policy = make_policy(model, seed=1)
+    refitter = Refitter(model, on_refit=fail)
+    with pytest.raises(KeyError, match="step"):
+        refitter.refit(policy)
+    assert (refitter.version, refitter.is_dirty, model.blocked) == (1, False, None)
+    assert_holds(model, policy)

@@ -5,10 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 import fp8refit
-from fp8refit import InvalidSourceError, NonFiniteError, RefitConfig, Refitter, gathered
+from fp8refit import InvalidOptionError, InvalidSourceError, NonFiniteError, RefitConfig, Refitter, gathered
 from fp8refit.errors import MISSING, UNEXPECTED, prefixes_for, told
 from fp8refit.fill.plan import PlanBuilder
 from fp8refit.live.slots import TensorMeta
@@ -189,7 +188,7 @@ def test_errors_speak_of_both_names(model):
     ],
 )
 def test_what_is_no_renaming_is_refused_at_once(option, match, model):
-    with pytest.raises(ValidationError, match=match):
+    with pytest.raises(InvalidOptionError, match=match):
         Refitter(model, rename=option)
 
 
