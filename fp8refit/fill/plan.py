@@ -325,7 +325,7 @@ def why_unknown(name: str) -> str:
     """Say why a tensor is not taken that no slot has a name for."""
     if is_adapter_weight(name):
         return (
-            f"{name}: belongs to a LoRA adapter; merge it into the model (merge_and_unload) and send the merged weights"
+            f"{name}: belongs to a LoRA adapter; send fp8refit.training.peft.merged(model), which merges it on the way"
         )
     return f"{name}: {UNEXPECTED}"
 

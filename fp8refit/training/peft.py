@@ -28,16 +28,16 @@ def merged(model: nn.Module) -> "Merged":
     """Return a source with every weight of a model under its checkpoint name, its active LoRA adapters merged: `W + s B A`.
 
     Weights are merged each time they are read, in the dtype of `W`: products are summed in fp32 and rounded once. A refit
-    merges while it quantizes. Where it cannot, it needs memory for one merged weight or one bucket. Iterating yields each
-    weight as a new tensor. Modules that are trained whole (`modules_to_save`) come as trained. Adapters that are already
-    merged or disabled are not applied.
+    merges while it quantizes. Where it cannot, it needs memory for one merged weight or one bucket. DoRA is merged by
+    `peft`, which takes memory for two weights more. Iterating yields each weight as a new tensor. Modules that are trained
+    whole (`modules_to_save`) come as trained. Adapters that are already merged or disabled are not applied.
 
     Args:
         model: A `PeftModel`, or any model with `peft` layers.
 
     Raises:
-        InvalidSourceError: An adapter is more than `s B A`, such as DoRA, or changes one of two tied weights. Raised at once,
-            naming every such layer.
+        InvalidSourceError: An adapter is neither `s B A` nor DoRA, or changes one of two tied weights. Raised at once, naming
+            every such layer.
 
     Examples:
         >>> refitter.refit(merged(model))                           # doctest: +SKIP
@@ -46,7 +46,7 @@ def merged(model: nn.Module) -> "Merged":
     problems: list[str] = []
     for name, layer in _layers(model):
         if "base_layer" in layer._modules:
-            problems += [f"{name}: {why}; call merge_adapter() and send the state dict" for why in _problems(layer)]
+            problems += [f"{name}: {why}; {_REMEDY}" for why in _problems(layer)]
         for weight in _weights(name, layer):
             weights.setdefault(weight.name, weight)
     problems += _untied(weights.values())
@@ -55,6 +55,7 @@ def merged(model: nn.Module) -> "Merged":
     return Merged(model, weights.values())
 
 
+_REMEDY = "call model.merge_adapter(), refit(merged(model)), and model.unmerge_adapter()"
 _layouts: WeakKeyDictionary[nn.Module, tuple[LayoutGuard, dict[str, TensorMeta]]] = WeakKeyDictionary()
 """For each model that is still alive, the layout of its weights at the last scan if all could be read. Holds no weight."""
 
@@ -158,6 +159,8 @@ class _Weight:
     def product(self, adapter: str) -> LowRank | None:
         """The product that an adapter adds; None if only the layer can compute it."""
         layer, held = self.layer, self.layer._modules
+        if self.dora(adapter) is not None:
+            return None
         if isinstance(self.module, nn.Linear):
             up, down = _weight_of(held["lora_B"]._modules[adapter]), _weight_of(held["lora_A"]._modules[adapter])
         elif isinstance(self.module, nn.Embedding):
@@ -165,6 +168,10 @@ class _Weight:
         else:
             return None
         return LowRank(up, down, layer.scaling[adapter])
+
+    def dora(self, adapter: str) -> Any:
+        """What computes the merged weight, if the adapter is DoRA."""
+        return _option(self.layer, "lora_variant").get(adapter)
 
     @property
     def products(self) -> Sequence[LowRank]:
@@ -202,9 +209,14 @@ class _Rows(Recipe):
         rows, adapter = self.tensor if number == 0 else out, self.adapters[number]
         product = self.weight.product(adapter)
         if product is None:
+            layer, dora = self.weight.layer, self.weight.dora(adapter)
             with torch.no_grad():
-                delta = self.weight.layer.get_delta_weight(adapter).to(rows.dtype)
-                torch.add(rows, delta[self.first_row : self.first_row + rows.shape[0]], out=out)
+                if dora is not None:
+                    merged = dora.merge_safe(layer, adapter, self.weight.value)
+                    out.copy_(merged[self.first_row : self.first_row + rows.shape[0]])
+                else:
+                    delta = layer.get_delta_weight(adapter).to(rows.dtype)
+                    torch.add(rows, delta[self.first_row : self.first_row + rows.shape[0]], out=out)
             return None
         up = product.up if self.is_whole else product.up[self.first_row : self.first_row + rows.shape[0]]
         return Product(weight=rows, up=up, down=product.down, scale=product.scale, out=out)
@@ -229,11 +241,26 @@ def _untied(weights: Iterable[_Weight]) -> Iterator[str]:
     firsts: dict[int, _Weight] = {}
     for weight in weights:
         first = firsts.setdefault(id(weight.value), weight)
-        if first is not weight and first.added != weight.added:
+        if first is not weight and first.added != weight.added and not _are_equal(first, weight):
             yield (
                 f"{weight.name}: is tied to {first.name}, but their adapters differ, and an engine holds one tensor for both; "
-                "adapt both alike (ensure_weight_tying=True of peft.LoraConfig)"
+                "adapt both alike: LoraConfig(ensure_weight_tying=True), and get_peft_model(autocast_adapter_dtype=False), "
+                "else peft gives them copies"
             )
+
+
+def _are_equal(one: _Weight, other: _Weight) -> bool:
+    """Whether the same is added to two weights, from matrices in different places."""
+    products = one.products, other.products
+    return (
+        {*map(len, products)} == {len(one.adapters)} == {len(other.adapters)}
+        and [each.scale for each in products[0]] == [each.scale for each in products[1]]
+        and all(
+            torch.equal(first, second.to(first.device))
+            for each, its in zip(*products, strict=True)
+            for first, second in ((each.up, its.up), (each.down, its.down))
+        )
+    )
 
 
 def _weight_of(linear: Any) -> Tensor:
@@ -300,12 +327,16 @@ def _problems(layer: Any) -> Iterator[str]:
     if not _is_adapted(layer):
         yield f"is adapted by {type(layer).__name__}, which is not a LoRA that fp8refit can merge"
         return
-    if any(child is not None for child in layer._modules["base_layer"]._modules.values()):
-        yield f"is adapted by {type(layer).__name__}, around a layer with sublayers"
+    inner = [child for child in layer._modules["base_layer"]._modules.values() if child is not None]
+    if any(each._parameters or each._buffers for child in inner for each in child.modules()):
+        yield f"is adapted by {type(layer).__name__}, around a layer with sublayers that hold weights"
     variants, doras, biases = (_option(layer, name) for name in ("lora_variant", "use_dora", "lora_bias"))
     if not (variants or True in doras.values() or True in biases.values()):
         return  # the usual case; finding the active adapters would take longer
-    for adapter in _active(layer):
+    active = _active(layer)
+    for adapter in active:
+        if doras.get(adapter) and adapter in variants and len(active) == 1:
+            continue
         if adapter in variants or doras.get(adapter):
             yield "has an adapter that is more than a product of two matrices"
         elif biases.get(adapter):

@@ -457,7 +457,7 @@ def test_names_inside_of_lora_layers_are_those_of_weights(site):
     site.load_policy({name.replace("_proj.", "_proj.base_layer."): tensor for name, tensor in policy.items()})
     site.assert_holds(policy, 1)
     outcomes = site.load([("model.layers.0.self_attn.q_proj.lora_A.weight", torch.ones(1))])[0]
-    assert all("merge_and_unload" in str(error) for error in outcomes)
+    assert all("fp8refit.training.peft.merged" in str(error) for error in outcomes)
 
 
 def test_a_missing_buffer_is_called_one():

@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from importlib import import_module
 
 import pytest
 import torch
@@ -118,13 +119,36 @@ def test_an_adapter_with_a_bias_is_refused_by_name():
     assert problem.startswith("base_model.model.layers.0.up_proj: ") and "has an adapter with a bias" in problem
 
 
-def test_an_adapter_that_is_no_product_is_refused_by_name():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_bytes", [3000, 1 << 20])
+def test_dora_is_merged_as_the_library_does_and_changes_nothing(dtype, max_bytes):
+    model = adapted(dtype, use_dora=True)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = own_merge(model)
+    assert_close(dict(merged(model)), expected)
+    for piece in merged(model).pieces(max_bytes):
+        rows = expected[piece.name]
+        rows = rows[piece.first_row : piece.end_row] if piece.full_shape else rows
+        assert_close({"": piece.tensor}, {"": rows})
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_an_adapter_that_is_no_product_is_refused_by_name_and_the_remedy_works():
+    """DoRA beside another adapter: each is computed of what the one before made of the whole weight."""
     model = adapted(use_dora=True)
+    model.add_adapter("second", peft.LoraConfig(r=4, target_modules=["up_proj"]))
+    model.base_model.set_adapter(["default", "second"])
     with pytest.raises(InvalidSourceError) as caught:
         merged(model)
     assert [problem.split(":")[0] for problem in caught.value.problems] == [
-        name for name in dict(model.named_modules()) if name.endswith(("up_proj", "down_proj", "embed_tokens"))
+        name for name in dict(model.named_modules()) if name.endswith("up_proj")
     ]
+    remedy = "call model.merge_adapter(), refit(merged(model)), and model.unmerge_adapter()"
+    assert all(problem.endswith(remedy) for problem in caught.value.problems)
+    model.merge_adapter()
+    found = dict(merged(model))
+    model.unmerge_adapter()
+    assert_close(found, own_merge(model))
 
 
 def test_a_model_without_adapters_is_what_it_is():
@@ -348,6 +372,7 @@ class Stack(nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.act_fn = nn.SiLU()
         self.gate_up_proj, self.down_proj = nn.Parameter(torch.randn(4, 32, 16)), nn.Parameter(torch.randn(4, 16, 32))
 
     def forward(self, x):
@@ -373,15 +398,15 @@ def test_adapters_of_parameters_are_merged(max_bytes):
 TIED = ("lm_head.weight", "embed_tokens.weight")
 
 
-def tied(**options):
-    network = Network()
+def tied(dtype=torch.float32, *, autocasts=False, **options):
+    network = Network().to(dtype)
     network.lm_head.weight = network.embed_tokens.weight
     network._tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}
     network.get_input_embeddings = lambda: network.embed_tokens
     network.config = {"tie_word_embeddings": True}
-    model = peft.get_peft_model(network, peft.LoraConfig(r=4, **options), autocast_adapter_dtype=False)
+    model = peft.get_peft_model(network, peft.LoraConfig(r=4, **options), autocast_adapter_dtype=autocasts)
     for name, parameter in model.named_parameters():
-        if "lora_" in name:
+        if "lora_" in name and not autocasts:
             nn.init.normal_(parameter, std=0.1)
     return model
 
@@ -400,6 +425,21 @@ def test_tied_weights_with_the_same_adapter_stay_tied():
     assert_close({name: found[name] for name in TIED}, dict.fromkeys(TIED, expected))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copy_of_an_adapter_that_the_library_makes_is_taken_until_it_is_trained(dtype):
+    """Where it casts adapters, as is its default, it makes two of one."""
+    model = tied(dtype, autocasts=True, target_modules=["embed_tokens"], ensure_weight_tying=True)
+    found = dict(merged(model))
+    assert torch.equal(*(found[name] for name in TIED))
+    with torch.no_grad():
+        model.base_model.model.lm_head.lora_B["default"].weight.add_(0.1)
+    if dtype is torch.bfloat16:
+        with pytest.raises(InvalidSourceError, match=r"autocast_adapter_dtype=False\), else peft gives them copies"):
+            merged(model)
+    else:
+        merged(model)
+
+
 def test_a_head_that_was_trained_beside_its_tied_embedding_is_not_taken_for_it():
     model = tied(target_modules=["up_proj"], modules_to_save=["lm_head"])
     head, embed = TIED
@@ -412,3 +452,18 @@ def test_a_head_that_was_trained_beside_its_tied_embedding_is_not_taken_for_it()
     (problem,) = untied(ties, source)
     assert problem.startswith(f"{head}: is tied, and differs")
     assert "tie_word_embeddings=false" in problem
+
+
+def test_the_refusal_of_a_state_dict_with_adapters_names_what_works(monkeypatch):
+    monkeypatch.setattr("fp8refit.driver.adapters.entry_points", lambda group: [ClientEntryPoint()])
+    cluster = Cluster("alone")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"])
+    model = peft.get_peft_model(network_of(cluster.make_policy(1)), config)
+    refitter = Remote(cluster).refitter
+    with pytest.raises(InvalidSourceError) as caught:
+        refitter.refit(model.state_dict())
+    said = str(caught.value)
+    assert "send fp8refit.training.peft.merged(model)" in said and "merge_and_unload" not in said
+    module, _, function = "fp8refit.training.peft.merged".rpartition(".")
+    refitter.refit(getattr(import_module(module), function)(model))
+    cluster.assert_holds(dict(merged(model)), version=1)
