@@ -111,13 +111,16 @@ def _indexed_files(index: Path) -> list[Path]:
     """Return the files that an index names.
 
     Raises:
-        InvalidSourceError: It is not an index, or a file is missing.
+        InvalidSourceError: It is not an index, or a file is missing or outside its folder.
     """
     try:
         weight_map = _Index.model_validate_json(index.read_bytes()).weight_map
     except (OSError, ValidationError) as error:
         raise InvalidSourceError([f"{index}: not a safetensors index ({str(error)[:300]})"]) from error
-    files = [index.parent / name for name in sorted(set(weight_map.values()))]
+    names = sorted(set(weight_map.values()))
+    if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
+        raise InvalidSourceError([f"{name[:200]}: is named by {index} but lies outside its folder" for name in outside])
+    files = [index.parent / name for name in names]
     absent = [file.name for file in files if not _is_file(file)]
     if absent:
         raise InvalidSourceError([f"{name[:200]}: is named by {index} but does not exist" for name in absent])

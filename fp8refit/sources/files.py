@@ -224,6 +224,8 @@ class SafetensorsFile:
         end = 0
         for name, entry in entries.items():
             start, stop = entry.data_offsets
+            if prod(filter(None, entry.shape)) * SAFETENSORS_DTYPES[entry.dtype].itemsize >= 1 << 63:
+                raise self._corrupt(f"{name} has shape {entry.shape}, which is too large")
             needed = prod(entry.shape) * SAFETENSORS_DTYPES[entry.dtype].itemsize
             if start != end or stop - start != needed:
                 raise self._corrupt(f"{name} lies at {start} to {stop}, not in the {needed} bytes from {end}")

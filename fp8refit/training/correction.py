@@ -212,7 +212,8 @@ def opsm_mask(
         (B, L) bool: the tokens of `mask` that are kept.
     """
     counts, logs = _log_ratio(trainer_logprobs, rollout_logprobs, mask)
-    _check(advantages.shape in (counts.shape, counts.shape[:1]), f"advantages have shape {tuple(advantages.shape)}")
+    (shape,) = _shapes(advantages)
+    _check(shape in (counts.shape, counts.shape[:1]), f"advantages have shape {shape}")
     negative = (advantages if advantages.ndim == counts.ndim else advantages[:, None]) < 0
     is_close = _over_sequence(-logs, counts, mean=True) <= delta
     return counts & ~logs.isnan() & (is_close | ~negative)
@@ -240,8 +241,8 @@ def adaptive_weights(weights: Tensor, mask: Tensor, *, least_ess: float = 0.9) -
         InvalidCorrectionError: Shapes differ, weights are not floating-point, or `least_ess` is not a share.
     """
     _check(0 < least_ess <= 1, f"{least_ess=} is not a share of the samples; use a number in (0, 1]")
-    _check(weights.is_floating_point(), f"weights are {weights.dtype}, which would cut results to integers; use floats")
     counts, full = _counted(weights, mask)
+    _check(weights.is_floating_point(), f"weights are {weights.dtype}, which would cut results to integers; use floats")
     mean = _mean(full, counts)
     deviation = _mean((full - mean).square(), counts).sqrt()
     room = math.sqrt(1 / least_ess - 1)
@@ -314,7 +315,7 @@ def _log_ratio(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor)
 
 def _logprobs(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return which tokens count, (B, L) bool, and both log-probabilities, (B, L) float64, without gradient."""
-    shapes = [tuple(tensor.shape) for tensor in (trainer_logprobs, rollout_logprobs, mask)]
+    shapes = _shapes(trainer_logprobs, rollout_logprobs, mask)
     _check(
         len(set(shapes)) == 1 and len(shapes[0]) == 2, f"log-probabilities and mask are {shapes}; all must be (B, L)"
     )
@@ -323,7 +324,7 @@ def _logprobs(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) 
 
 def _counted(weights: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return which tokens count, and the weights in float64, 0 for the others."""
-    shapes = [tuple(tensor.shape) for tensor in (weights, mask)]
+    shapes = _shapes(weights, mask)
     _check(shapes[0] == shapes[1], f"weights and mask are {shapes}; both need the same shape")
     counts = mask.bool()
     return counts, torch.where(counts, weights.detach().double(), 0.0)
@@ -356,6 +357,13 @@ def _mean_weight(weights: Tensor, counts: Tensor, level: Level) -> Tensor:
 
 def _result_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(tensor.dtype is torch.float64 for tensor in tensors) else torch.float32
+
+
+def _shapes(*tensors: Tensor) -> list[tuple[int, ...]]:
+    """Their shapes. Raises `InvalidCorrectionError` if one is no tensor."""
+    for each in tensors:
+        _check(isinstance(each, Tensor), f"got something of type {type(each).__name__}; pass tensors")
+    return [tuple(each.shape) for each in tensors]
 
 
 def _check_choice(value: str, choices: object) -> None:

@@ -197,3 +197,25 @@ def test_a_folder_or_a_pipe_is_no_file(tmp_path):
         InvalidSourceError, match=r"pipe\.safetensors: cannot be read as safetensors \(it is not a file\)"
     ):
         SafetensorsSource(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [[2**40, 2**40, 0], [0, 2**62, 4], [2**62, 2**62, 0]])
+def test_a_shape_that_no_memory_holds_is_refused(shape, tmp_path):
+    header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(InvalidSourceError, match=r"cannot be read as safetensors \(a has shape .* is too large"):
+        SafetensorsSource(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("name", ["../other/a.safetensors", "{}/other/a.safetensors", "deep/../../other/a.safetensors"])
+def test_an_index_names_no_file_outside_its_folder(name, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "here").mkdir()
+    save_file({"a": torch.ones(1)}, tmp_path / "other" / "a.safetensors")
+    index = tmp_path / "here" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name.format(tmp_path)}}))
+    with pytest.raises(InvalidSourceError, match="lies outside its folder"):
+        SafetensorsSource(tmp_path / "here")
+    (tmp_path / "here" / "link.safetensors").symlink_to(tmp_path / "other" / "a.safetensors")
+    index.write_text(json.dumps({"weight_map": {"a": "link.safetensors"}}))
+    assert list(dict(SafetensorsSource(tmp_path / "here"))) == ["a"], "caches of hubs are links"

@@ -203,3 +203,27 @@ def test_what_cannot_be_used_is_refused(call, words):
     with pytest.raises(InvalidCorrectionError) as caught:
         call(*batch([[0.0, 0.0], [0.0, 0.0]]))
     assert words in str(caught.value) and isinstance(caught.value, (RefitError, ValueError))
+
+
+def test_lists_are_refused():
+    tensors = batch([[1.0, 2.0]])
+    good = correction.importance_weights(*tensors)
+    calls = [
+        lambda *given: correction.importance_weights(*given),
+        lambda *given: correction.mismatch(*given),
+        lambda *given: correction.keep_mask(*given, upper=2.0),
+        lambda *given: correction.veto_mask(*given),
+        lambda *given: correction.opsm_mask(*given, advantages=torch.ones(1), delta=0.1),
+    ]
+    for call in calls:
+        for place in range(3):
+            given = [tensor.tolist() if at == place else tensor for at, tensor in enumerate(tensors)]
+            with pytest.raises(InvalidCorrectionError, match="type list; pass tensors"):
+                call(*given)
+    for call in (correction.effective_sample_size, correction.adaptive_weights):
+        with pytest.raises(InvalidCorrectionError, match="type list; pass tensors"):
+            call(good.tolist(), tensors[2])
+    with pytest.raises(InvalidCorrectionError, match="type list; pass tensors"):
+        correction.opsm_mask(*tensors, advantages=[1.0], delta=0.1)
+    with pytest.raises(InvalidCorrectionError, match="type list; pass tensors"):
+        correction.mismatch(*tensors, weights=good.tolist())

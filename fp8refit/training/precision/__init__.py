@@ -63,6 +63,12 @@ def unify(model: nn.Module, *, like: EngineLayout) -> "Unified":
         PrecisionError: The model and the engine have different weights, or one cannot be unified; names each. Nothing was
             changed.
     """
+    if not isinstance(like, EngineLayout):
+        raise PrecisionError([f"like: is of type {type(like).__name__}; pass refitter.layout()"])
+    if any(vars(module).keys() & {"trained_weight", "trained_weights"} for module in model.modules()):
+        raise PrecisionError(
+            ["model: is unified already; use the handle of that call, or unify a new copy of the weights"]
+        )
     held = held_by(like)
     problems: list[str] = []
     linears: list[tuple[str, nn.Linear, BlockFormat]] = []

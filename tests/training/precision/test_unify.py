@@ -318,3 +318,17 @@ def test_weights_that_engines_do_not_quantize_are_seen_in_the_engines_dtype():
     assert model[1].bias.dtype is torch.bfloat16 and model[2].weight is masters["2.weight"]
     model[0](torch.tensor([3])).float().sum().backward()
     assert masters["0.weight"].grad.dtype is torch.float32 and torch.equal(masters["0.weight"].grad[3], torch.ones(16))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_an_engine_for_its_layout_and_a_second_call_are_refused(family):
+    model, (engine, refitter) = make_trainer(family), make_refitter(family=family)
+    for wrong in (engine, refitter, None):
+        with pytest.raises(PrecisionError, match=f"like: is of type {type(wrong).__name__}; pass refitter.layout"):
+            precision.unify(model, like=wrong)
+    unified = precision.unify(model, like=refitter.layout())
+    loss = loss_of(model)
+    with pytest.raises(PrecisionError, match="model: is unified already; use the handle"):
+        precision.unify(model, like=refitter.layout())
+    assert torch.equal(loss_of(model), loss)
+    refitter.refit(unified.served())
