@@ -3,7 +3,7 @@
 import os
 import platform
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
 import torch
@@ -102,16 +102,12 @@ def _version_of(package: str) -> str | None:
 
 def _problem_of_plugin(engine: str) -> str:
     """Why an engine that is installed here does not load our plugin."""
-    if _NAME not in _names(entry_points(group=PLUGINS[engine])):
+    if _NAME not in entry_points(group=PLUGINS[engine]).names:
         return f"it does not find the plugin {_NAME}; install {_NAME} here, a path alone has no entry points"
     allowed = os.environ.get("VLLM_PLUGINS")
     if engine == "vllm" and allowed is not None and _NAME not in allowed.split(","):
         return f"VLLM_PLUGINS={allowed} leaves out {_NAME}: name it there too"
     return ""
-
-
-def _names(points: Iterable[object]) -> set[str]:
-    return {getattr(point, "name", "") for point in points}
 
 
 def _check_gpus() -> Iterator[Check]:

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from importlib.metadata import EntryPoints
 
 import pytest
 import torch
@@ -142,7 +143,7 @@ def test_doctor_ends_badly_and_names_each_problem(variables, installed, problem,
 
 def test_doctor_names_a_plugin_that_an_engine_does_not_find(monkeypatch):
     monkeypatch.setattr(doctor, "_version_of", lambda name: "1.2")
-    monkeypatch.setattr(doctor, "entry_points", lambda group: [])
+    monkeypatch.setattr(doctor, "entry_points", lambda group: EntryPoints())
     said = run("doctor").stderr
     assert "vllm: it does not find the plugin fp8refit; install" in said
     assert "sglang: it does not find the plugin fp8refit; install" in said
