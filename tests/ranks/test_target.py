@@ -830,7 +830,13 @@ def test_lora_names_are_not_to_be_left_out(target, model):
     base = {Q_PROJ.replace("q_proj.", "q_proj.base_layer."): policy[Q_PROJ]}
     refuse(target, model, InvalidSourceError, as_source(policy | base), "sent twice")
     adapter = {Q_PROJ.replace("q_proj.", "q_proj.lora_A."): torch.ones(1, 1)}
-    refuse(target, model, InvalidSourceError, as_source(policy | adapter), "merge it into the model")
+    refuse(
+        target,
+        model,
+        InvalidSourceError,
+        as_source(policy | adapter),
+        "belongs to a LoRA adapter; send fp8refit.training.peft.merged",
+    )
     del policy[Q_PROJ]
     refit_target(target, as_source(policy | base))
     assert_holds(model, policy | {Q_PROJ: base.popitem()[1]})

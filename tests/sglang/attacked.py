@@ -12,7 +12,7 @@ from tests.oracle.load import Heard
 from tests.oracle.trainers import Setup
 
 SHAPE = "tiny"
-PLAN = Plan(pushes=6, poisoned=5, kills=42, kills_inside=5, seconds=130)
+PLAN = Plan(pushes=6, poisoned=5, kills=42, kills_inside=5, seconds=480)
 
 
 def run_oracle(work: Path) -> dict:

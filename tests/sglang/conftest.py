@@ -71,8 +71,8 @@ def run_engine(starter, tmp_path_factory):
     """Run one scenario of `run_engine.py` in its own process and give what it found."""
     folder = tmp_path_factory.mktemp("scenarios")
 
-    def run(name, **arguments):
-        outcome = run_scenario(starter, name, arguments | {"work": folder}, folder, timeout_s=TIMEOUT_S)
+    def run(name, *, within_s=TIMEOUT_S, **arguments):
+        outcome = run_scenario(starter, name, arguments | {"work": folder}, folder, timeout_s=within_s)
         if outcome.left:
             raise ProcessFailure(f"{name}: its engines outlived it: {outcome.left}")
         (found,) = outcome.drivers

@@ -75,7 +75,7 @@ def test_bytes_of_any_value_come_through(ranks):
 
 def test_a_rank_that_does_not_come_is_waited_for_as_long_as_asked(ranks):
     (answer,) = ranks.say({0: ["exchange", "late", "a", 1, 0.5]})
-    assert 0.5 <= answer["seconds"] < 5
+    assert 0.45 < answer["seconds"] < 5  # its clock is another than the one that waits
     assert "rank 0 of 2 did not hear from every other rank within 0.5 s, or one of them died" in answer["error"]
     assert "Every rank must call refit; restart the engine" in answer["error"]
 

@@ -12,7 +12,7 @@ from tests.oracle.load import Heard
 from tests.oracle.trainers import Setup
 
 SHAPE = "tiny"
-PLAN = Plan(pushes=8, poisoned=6, kills=48, kills_inside=8, seconds=190)
+PLAN = Plan(pushes=8, poisoned=6, kills=48, kills_inside=8, seconds=480)
 
 
 def run_oracle(work: str) -> dict:
