@@ -35,13 +35,14 @@ def add_product(weight: Tensor, up: Tensor, down: Tensor, scale: float, *, out: 
 
     Args:
         weight: (N, K), floating dtype.
-        up: (N, R), any floating dtype; rounded to the dtype of `weight`.
+        up: (N, R), any floating dtype, which is not rounded.
         down: (R, K), likewise.
         scale: Factor of the product.
         out: (N, K), dtype and device of `weight`, with dense rows; may be `weight` itself.
     """
-    up, down = up.to(weight.dtype), down.to(weight.dtype)
-    if not weight.is_cuda or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if up.dtype is not down.dtype:
+        up, down = up.float(), down.float()
+    if not weight.is_cuda or not {weight.dtype, up.dtype} <= {torch.bfloat16, torch.float16, torch.float32}:
         return add_product_reference(weight, up, down, scale, out=out)
     from fp8refit.kernels.triton_merge import add_product_triton
 
@@ -50,4 +51,7 @@ def add_product(weight: Tensor, up: Tensor, down: Tensor, scale: float, *, out: 
 
 def add_product_reference(weight: Tensor, up: Tensor, down: Tensor, scale: float, *, out: Tensor) -> Tensor:
     """The specification, except for the last bit: the order of summation is not defined."""
-    return torch.addmm(weight, up, down, alpha=scale, out=out)
+    if up.dtype is weight.dtype is down.dtype:
+        return torch.addmm(weight, up, down, alpha=scale, out=out)
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return out.copy_(torch.addmm(weight.to(wide), up.to(wide), down.to(wide), alpha=scale))

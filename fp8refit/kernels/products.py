@@ -74,7 +74,7 @@ def kind_of(weight: Tensor, up: Tensor, down: Tensor) -> ProductKind | None:
     if (weight.shape[1] | weight_row | down_row | weight.data_ptr() | down.data_ptr()) % ALIGNED:
         return None
     rank = up.shape[1]
-    step = step_of(rank, dtype)
+    step = step_of(rank, low_dtype)
     return ProductKind(low_dtype, step, rank <= step, not (rank | up_row | up.data_ptr()) % ALIGNED)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fp8refit.kernels.merge import Product
 from fp8refit.kernels.products import ALIGNED, ProductKind, kind_of, step_of
 from fp8refit.kernels.triton_launch import Launch, on_device
-from fp8refit.kernels.triton_products import TRITON_DTYPES, constants_of, product_of_tile
+from fp8refit.kernels.triton_products import TRITON_DTYPES, constants_of, dot_of, product_of_tile
 
 _TILE_N = 128
 _TILE_K = 128
@@ -34,7 +34,7 @@ _Kind: TypeAlias = tuple[torch.device, torch.dtype, ProductKind]
 
 
 def add_product_triton(weight: Tensor, up: Tensor, down: Tensor, scale: float, *, out: Tensor) -> Tensor:
-    """Compute `weight + scale * up @ down` into `out`, in one launch. All are of one dtype."""
+    """Compute `weight + scale * up @ down` into `out`, in one launch. `up` and `down` are of one dtype."""
     rows, cols, rank = *weight.shape, up.shape[1]
     num_tiles = -(-rows // _TILE_N) * -(-cols // _TILE_K)
     if not num_tiles:
@@ -44,7 +44,7 @@ def add_product_triton(weight: Tensor, up: Tensor, down: Tensor, scale: float, *
         _add_product[num_tiles,](
             out, weight, up, down, scale, rows, cols, rank,
             out.stride(0), *weight.stride(), *up.stride(), *down.stride(),
-            TILE_N=_TILE_N, TILE_K=_TILE_K, STEP=step_of(rank, weight.dtype), num_warps=_NUM_WARPS,
+            TILE_N=_TILE_N, TILE_K=_TILE_K, STEP=step_of(rank, up.dtype), num_warps=_NUM_WARPS,
         )  # fmt: skip
     return out
 
@@ -173,7 +173,7 @@ def _add_product(
             mask=is_rank[:, None] & is_col[None, :],
             other=0.0,
         )
-        total = tl.dot(a, b, acc=total, input_precision="ieee")
+        total = dot_of(a, b, total, out.dtype.element_ty)
     mask = is_row[:, None] & is_col[None, :]
     held = tl.load(weight + n[:, None] * weight_row + k[None, :] * weight_col, mask=mask, other=0.0)
     merged = held.to(tl.float32) + scale * total

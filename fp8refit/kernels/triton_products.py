@@ -50,7 +50,7 @@ def product_of_tile(
     up, down, n, k, up_row, down_row, is_row, is_col, rank, DTYPE: tl.constexpr,
     TILE_N: tl.constexpr, TILE_K: tl.constexpr, STEP: tl.constexpr, IS_ONE_STEP: tl.constexpr,
 ):  # fmt: skip
-    """The rows `n` of `up` times the columns `k` of `down`, both rounded to `DTYPE`, summed in float32."""
+    """The rows `n` of `up` times the columns `k` of `down`, summed in float32."""
     r = tl.arange(0, STEP)
     total = tl.zeros((TILE_N, TILE_K), dtype=tl.float32)
     if IS_ONE_STEP:
@@ -67,4 +67,11 @@ def _add_step(total, up, down, n, k, r, up_row, down_row, is_row, is_col, rank, 
     is_rank = r < rank
     a = tl.load(up + n[:, None] * up_row + r[None, :], mask=is_row[:, None] & is_rank[None, :], other=0.0)
     b = tl.load(down + r[:, None] * down_row + k[None, :], mask=is_rank[:, None] & is_col[None, :], other=0.0)
-    return tl.dot(a.to(DTYPE), b.to(DTYPE), acc=total, input_precision="ieee")
+    return dot_of(a, b, total, DTYPE)
+
+
+@triton.jit
+def dot_of(a, b, total, DTYPE: tl.constexpr):
+    """Add `a @ b`, of one dtype. For weights of fewer bits, fp32 is taken as the sum of two TF32: 21 bits, on tensor cores."""
+    IS_EXACT: tl.constexpr = a.dtype != tl.float32 or a.dtype == DTYPE
+    return tl.dot(a, b, acc=total, input_precision="ieee" if IS_EXACT else "tf32x3")

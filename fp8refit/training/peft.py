@@ -215,7 +215,7 @@ class _Rows(Recipe):
                     merged = dora.merge_safe(layer, adapter, self.weight.value)
                     out.copy_(merged[self.first_row : self.first_row + rows.shape[0]])
                 else:
-                    delta = layer.get_delta_weight(adapter).to(rows.dtype)
+                    delta = layer.get_delta_weight(adapter)
                     torch.add(rows, delta[self.first_row : self.first_row + rows.shape[0]], out=out)
             return None
         up = product.up if self.is_whole else product.up[self.first_row : self.first_row + rows.shape[0]]

@@ -86,9 +86,10 @@ def measure(arguments: argparse.Namespace) -> None:
         "function that gives a generator": lambda: refitter.refit(lambda: iter(items)),
         "verify": lambda: refitter.verify(policy),
     }
-    model = lora_over(policy)
     if not is_sparse:
-        ways["merged LoRA, rank 64"] = lambda: refitter.refit(merged(model))
+        models = {suffix: lora_over(policy, dtype) for suffix, dtype in (("", None), (", of FP32", torch.float32))}
+        for suffix, model in models.items():
+            ways[f"merged LoRA, rank 64{suffix}"] = lambda model=model: refitter.refit(merged(model))
     if arguments.place == "inside":
         worker = engine.worker
 
@@ -144,7 +145,7 @@ def measure(arguments: argparse.Namespace) -> None:
     def put_right(name: str) -> None:
         if name.startswith("merged"):
             found = refitter.fingerprints()
-            refitter.refit(dict(merged(model)))
+            refitter.refit(dict(merged(models[name.removeprefix("merged LoRA, rank 64")])))
             checks[f"same bytes after {name}"] = refitter.fingerprints() == found
             refitter.refit(policy)
         elif name.startswith("vLLM's"):
@@ -180,8 +181,8 @@ def measure(arguments: argparse.Namespace) -> None:
     refitter.close()
 
 
-def lora_over(policy: dict):
-    """Modules such as `peft` makes, around the matrices of a policy: rank 64, small values."""
+def lora_over(policy: dict, dtype):
+    """Modules such as `peft` makes, around the matrices of a policy: rank 64, small values; of their dtype if None is said."""
     from torch import nn
 
     class Layer(nn.Module):
@@ -192,7 +193,7 @@ def lora_over(policy: dict):
             super().__init__()
             self.base_layer = base
             rows, columns = base.weight.shape
-            options = {"device": base.weight.device, "dtype": base.weight.dtype}
+            options = {"device": base.weight.device, "dtype": dtype or base.weight.dtype}
             self.lora_A = nn.ModuleDict({"default": nn.Linear(columns, 64, bias=False, **options)})
             self.lora_B = nn.ModuleDict({"default": nn.Linear(64, rows, bias=False, **options)})
 
