@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fp8refit import dequantize_blockwise, quantize_blockwise
-from fp8refit.kernels import quantize_activations, quantize_matrix
+from fp8refit.kernels import quantize_activations
 from fp8refit.live.formats import BlockFormat
 
 DEVICE_BLOCK = 128
@@ -60,7 +60,7 @@ class BlockFp8Linear(nn.Module):
         weight = linear.weight
         if weight.dtype is torch.float32:
             weight = weight.to(torch.bfloat16)
-        codes, scale = quantize_matrix(weight, block_format)
+        codes, scale = quantize_blockwise(weight, format=block_format)
         layer = cls(codes, scale, linear.bias, block_format=block_format)
         return layer.train(linear.training)
 

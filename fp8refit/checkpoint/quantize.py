@@ -29,7 +29,7 @@ from fp8refit.checkpoint.outputs import (
 )
 from fp8refit.checkpoint.whole_folder import CONFIG_NAME, becoming, free_place, naming
 from fp8refit.errors import CheckpointError, NonFiniteError
-from fp8refit.kernels import quantize_matrix
+from fp8refit.kernels import quantize_blockwise
 from fp8refit.live.formats import BlockFormat, Container, ScaleFormat
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.slots import stored_as
@@ -215,7 +215,7 @@ def _quantized(tensor: Tensor, block_format: BlockFormat) -> tuple[Tensor, Tenso
     if tensor.ndim == 3:
         codes, scales = zip(*(_quantized(matrix, block_format) for matrix in tensor), strict=True)
         return torch.stack([each.view(torch.uint8) for each in codes]).view(codes[0].dtype), torch.stack(scales)
-    return quantize_matrix(tensor, block_format)
+    return quantize_blockwise(tensor, format=block_format)
 
 
 def _save(tensors: dict[str, Tensor], file: Path) -> None:

@@ -35,8 +35,8 @@ class Claims(BaseModel, frozen=True):
     """Stacked tensors, with the needed names that each contains."""
     buffers: frozenset[str] = frozenset()
     """Needed names that a model's `named_parameters()` leaves out."""
-    shared: str | None = None
-    """A needed name whose slot has one scale for all of it, if there is one."""
+    shared: frozenset[str] = frozenset()
+    """Names whose slots share a scale with others: one alone cannot be compared with what the engine holds."""
 
     @classmethod
     def of(cls, inventory: Inventory) -> "Claims":
@@ -48,7 +48,7 @@ class Claims(BaseModel, frozen=True):
             aliases=inventory.aliases,
             stacks={stack.name: tuple(stack.parts) for stack in inventory.stacked},
             buffers=inventory.buffers,
-            shared=next((slot.name for slot in inventory.slots if slot.group is not None), None),
+            shared=frozenset(slot.name for slot in inventory.slots if slot.group is not None),
         )
 
     @classmethod
@@ -67,7 +67,7 @@ class Claims(BaseModel, frozen=True):
             aliases={alias: name for rank in ranks for alias, name in rank.aliases.items()},
             stacks=stacks,
             buffers=frozenset[str]().union(*(rank.buffers for rank in ranks)),
-            shared=next((rank.shared for rank in ranks if rank.shared is not None), None),
+            shared=frozenset[str]().union(*(rank.shared for rank in ranks)),
         )
 
 
@@ -157,6 +157,10 @@ class Stream:
         """Whether it is another name of a tied tensor that has arrived."""
         base = name.removesuffix(SCALE_SUFFIX)
         return self._spelled.get(self._base(name), base) != base
+
+    def is_comparable(self, name: str) -> bool:
+        """Whether a tensor can be compared alone with what the engine holds."""
+        return self._claims.shared.isdisjoint(self._parts_of(self._base(name)))
 
     def note(self, name: str, tensor: Any) -> None:
         """Record that a tensor has arrived."""

@@ -6,6 +6,7 @@ arrived, and all ranks end it at the same tensor. If the engine has calls for be
 
 What comes again is compared with what the engine holds: pipeline stages may each send a tied embedding. If it is equal, it
 is ignored, or is the beginning of a policy that begins as the last one did. If it is another, another policy has begun.
+What shares a scale with other tensors cannot be compared alone, and always is another.
 
 An interrupted stream leaves the engine dirty. The rest of it is refused: the next policy must begin with the tensor that
 began this one or the one before, so that tensors of two policies are not mixed.
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from fp8refit.config import ReadRename, RefitConfig
 from fp8refit.driver.attach import attach_engine
-from fp8refit.driver.completeness import Claims, Kind, Stream, claims_of_all
+from fp8refit.driver.completeness import Kind, Stream, claims_of_all
 from fp8refit.driver.update import Update, update
 from fp8refit.errors import (
     EngineDirtyError,
@@ -98,20 +99,6 @@ class DropInOptions(BaseModel, frozen=True, extra="forbid"):
         return None if self.calibration is None else json.loads(self.calibration.read_text())
 
 
-def _check_own_scales(claims: Claims) -> Claims:
-    """Check that no tensors share a scale: what comes again could not be compared alone with what the engine holds.
-
-    Raises:
-        UnsupportedEngineError: Some do.
-    """
-    if claims.shared is not None:
-        raise UnsupportedEngineError(
-            f"{claims.shared} has one scale for all of it, which the drop-in does not take; boot with one scale per row or "
-            "block (fp8_per_channel, fp8_per_block), or refit by Refitter or update"
-        )
-    return claims
-
-
 class DropIn:
     """Handles one rank's `load_weights` calls. Created on every rank together.
 
@@ -132,7 +119,7 @@ class DropIn:
         self._sent: dict[str, str] = {}
         """Under which of the trainer's names each of the engine's came last, if it has others."""
         self._calibration = options.read_calibration()
-        self._stream = Stream(_check_own_scales(claims_of_all(rank, self._config)), options.keep)
+        self._stream = Stream(claims_of_all(rank, self._config), options.keep)
         self._update: Update | None = None
         self._skipped: dict[str, None] = {}
         """Names that arrived while no policy was open, and that no slot takes."""
@@ -344,7 +331,13 @@ class DropIn:
                 self._repeated[name] = self._rank.target.version
                 return
             elif self._is_marked:
-                raise InvalidSourceError([f"{name}: sent twice, with different values; send it once"])
+                is_other = stream.is_comparable(name)
+                how = (
+                    "with different values"
+                    if is_other
+                    else "and its scale is shared, so that nobody can say whether alike"
+                )
+                raise InvalidSourceError([f"{name}: sent twice, {how}; send it once"])
             elif name in stream.came:
                 self._start_over(name)
         if self._update is None and not self._begins(name, kind, tensor):
@@ -414,7 +407,9 @@ class DropIn:
         return True
 
     def _holds(self, name: str, tensor: Tensor) -> bool:
-        """Whether all ranks hold what a refit would write from a tensor."""
+        """Whether all ranks hold what a refit would write from a tensor, so far as one tensor tells."""
+        if not self._stream.is_comparable(name):
+            return False
         self._hand_over()
         return self._rank.holds({name: tensor}, self._config)
 

@@ -27,17 +27,17 @@ __all__ = [
     "join_tables",
     "quantize_activations",
     "quantize_blockwise",
-    "quantize_matrix",
 ]
 
 
 def quantize_blockwise(
     weight: Tensor,
     *,
+    format: BlockFormat | None = None,
     block_size: tuple[int, int] = (128, 128),
     scale_format: str = "fp32",
 ) -> tuple[Tensor, Tensor]:
-    """Quantize a matrix to block FP8 with the arithmetic that `refit` uses.
+    """Quantize a matrix with the arithmetic that `refit` uses.
 
     For each block (blocks at the edges may be smaller): `amax = max(|x|)`; scale `s = amax / 448` for `fp32`, or the
     smallest power of two with `amax / s <= 464` for `ue8m0` (464 is the largest value that rounds to 448, so that vLLM's own
@@ -49,6 +49,7 @@ def quantize_blockwise(
 
     Args:
         weight: (N, K), bfloat16, float16 or float32, any strides, CPU or CUDA. float32 is quantized as it is.
+        format: `PER_ROW` or `PER_TENSOR` of `fp8refit.live.formats`, or another of its `BlockFormat`, in place of the next two.
         block_size: Rows and columns of one block.
         scale_format: `"fp32"`, `"ue8m0"`, `"fp32_floored"`, `"fp32_reciprocal"` or `"fp32_dividing"`.
 
@@ -68,11 +69,7 @@ def quantize_blockwise(
     """
     if scale_format not in list(ScaleFormat):
         raise ValueError(f"scale_format is {scale_format!r}; use one of {', '.join(map(repr, map(str, ScaleFormat)))}")
-    return quantize_matrix(weight, BlockFormat(scale_format=ScaleFormat(scale_format), block_size=block_size))
-
-
-def quantize_matrix(weight: Tensor, block_format: BlockFormat) -> tuple[Tensor, Tensor]:
-    """Quantize a matrix to any format; see `quantize_blockwise`."""
+    block_format = format or BlockFormat(scale_format=ScaleFormat(scale_format), block_size=block_size)
     _check_matrix("weight", weight)
     if problem := why_unreadable(weight):
         raise ValueError(f"weight {problem}")

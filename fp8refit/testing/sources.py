@@ -8,7 +8,7 @@ from unittest import SkipTest
 import torch
 
 from fp8refit.errors import RefitError
-from fp8refit.kernels import dequantize_blockwise, quantize_matrix
+from fp8refit.kernels import dequantize_blockwise, quantize_blockwise
 from fp8refit.live.formats import BlockFormat
 from fp8refit.live.slots import SCALE_SUFFIX
 from fp8refit.sources.source import Manifest, StateDict
@@ -48,7 +48,7 @@ def check_prequantized_tensors_are_copied(subject: Subject) -> None:
         raise SkipTest("no slot of this rank is aligned with its blocks")
     sent, coarse, meant = dict(policy), dict(policy), dict(policy)
     for name, block_format in formats.items():
-        codes, scale = quantize_matrix(policy[name].to(torch.bfloat16), block_format)
+        codes, scale = quantize_blockwise(policy[name].to(torch.bfloat16), format=block_format)
         sent |= {name + SCALE_SUFFIX: scale, name: codes}
         codes, scale = (codes.float() / 4).to(codes.dtype), scale * 4  # a quantizer would not choose these
         coarse |= {name + SCALE_SUFFIX: scale, name: codes}

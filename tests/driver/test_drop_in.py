@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import weakref
+from dataclasses import replace
 from functools import partial
 from itertools import permutations, product
 from types import SimpleNamespace
@@ -26,11 +27,22 @@ from fp8refit.errors import (
     UnsupportedEngineError,
 )
 from fp8refit.fill.stream_writer import StreamWriter
+from fp8refit.live.formats import PER_TENSOR
 from fp8refit.live.slots import Refusal
 from fp8refit.live.turn import DisplacedError
 from tests import fakes
 from tests.fake_kv import ATTENTION, K_SCALE
-from tests.fake_ranks import NORM, ClientEntryPoint, Cluster, Drivers, stack_experts, together
+from tests.fake_ranks import (
+    K_PROJ,
+    NORM,
+    O_PROJ,
+    Q_PROJ,
+    ClientEntryPoint,
+    Cluster,
+    Drivers,
+    stack_experts,
+    together,
+)
 
 logger = logging.getLogger("tests.drop_in")
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -44,8 +56,10 @@ def fake_engine(monkeypatch):
 class Site:
     """The ranks of one engine, and what their trainer loads on each at once."""
 
-    def __init__(self, layout="tensor", *, kv=(), **options):
+    def __init__(self, layout="tensor", *, kv=(), change=lambda shard: None, **options):
         self.cluster = Cluster(layout, kv=kv)
+        for shard in self.cluster.shards:
+            change(shard)
         self.clients = Drivers(self.cluster).clients
         options = DropInOptions(drop_in=True, **options)
         pairs = zip(self.clients, self.cluster.ranks, strict=True)
@@ -440,6 +454,57 @@ def test_between_marks_a_tensor_may_come_again_only_as_it_was(site):
     assert all("sent twice, with different values" in str(error) for error in outcomes[-1]), outcomes
     assert all(isinstance(error, EngineDirtyError) for error in site.each(DropIn.end))
     assert site.is_dirty
+
+
+@pytest.fixture
+def shared():
+    """An engine with one scale for the rows of q and k, and one for all of o."""
+    scales = dict.fromkeys((Q_PROJ, K_PROJ), torch.zeros(1, 1)) | {O_PROJ: torch.zeros(1, 1)}
+
+    def share(shard):
+        shard._slots = [
+            replace(slot, scale=scales[slot.name], format=PER_TENSOR) if slot.name in scales else slot
+            for slot in shard.slots()
+        ]
+
+    return Site("alone", change=share)
+
+
+def assert_shares(site, policy, version):
+    slots = {slot.name: slot for slot in site.cluster.shards[0].slots()}
+    for group in ((Q_PROJ, K_PROJ), (O_PROJ,)):
+        together = torch.cat([policy[name].flatten() for name in group]).reshape(1, -1)
+        codes, scale = fp8refit.quantize_blockwise(together, format=PER_TENSOR)
+        assert torch.equal(slots[group[0]].scale, scale)
+        found = torch.cat([slots[name].weight.flatten() for name in group])
+        assert torch.equal(found.view(torch.uint8), codes.flatten().view(torch.uint8))
+    assert site.cluster.states == [(False, version)]
+
+
+@pytest.mark.parametrize("size", [1, 3, 99])
+def test_tensors_that_share_a_scale_are_taken_as_they_come(size, shared):
+    policy, one, k = shared.cluster.make_policy(1), shared.cluster.make_policy(2), shared.cluster.make_policy(3)
+    for version, each in enumerate(
+        (policy, policy, policy | {K_PROJ: k[K_PROJ]}, one, policy | {Q_PROJ: one[Q_PROJ]}), 1
+    ):
+        shared.load_policy(each, size)
+        assert_shares(shared, each, version)
+
+
+def test_a_tensor_that_shares_a_scale_and_comes_again_belongs_to_another_policy(shared):
+    policy = shared.cluster.make_policy(1)
+    items = list(policy.items())
+    assert items[0][0] == Q_PROJ
+    shared.load(*([item] for item in items[:2]))
+    outcomes = shared.load(*([item] for item in items))
+    assert not any(isinstance(outcome, Exception) for (outcome,) in outcomes), outcomes
+    assert_shares(shared, policy, 1)
+    shared.each(DropIn.begin)
+    shared.load(items)
+    ((error,),) = shared.load(items[:1])
+    assert f"{Q_PROJ}: sent twice, and its scale is shared" in str(error)
+    shared.each(DropIn.end)
+    assert shared.is_dirty
 
 
 def test_requests_are_told_what_a_policy_still_misses(site):

@@ -11,7 +11,7 @@ from fp8refit.config import RefitConfig
 from fp8refit.fill.resident import ResidentFill
 from fp8refit.fill.staging import Staging
 from fp8refit.fill.tasks import bind, misfit_scales
-from fp8refit.kernels import quantize_matrix
+from fp8refit.kernels import quantize_blockwise
 from fp8refit.kernels.work import Action, have_layouts
 from fp8refit.live.formats import PER_ROW, BlockFormat, ScaleFormat
 from fp8refit.live.slots import Op, Slot, Stacked, TensorMeta
@@ -102,7 +102,7 @@ def test_tensors_larger_than_a_bucket_are_cut_without_changing_a_byte():
     for slot, other in zip(slots, expected, strict=True):
         assert bytes_of(slot.weight) == bytes_of(other.weight)
         assert slot.scale is None or torch.equal(slot.scale, other.scale)
-    codes, scale = quantize_matrix(tensors["rows"].bfloat16(), PER_ROW)
+    codes, scale = quantize_blockwise(tensors["rows"].bfloat16(), format=PER_ROW)
     assert bytes_of(slots[1].weight) == bytes_of(codes[64:1064, 100:]) and torch.equal(slots[1].scale, scale[64:1064])
 
 
@@ -195,7 +195,7 @@ def test_runs_of_rows_may_cut_the_blocks_of_a_slot(block_format, start, num_rows
     assert bytes_of(whole.weight) == bytes_of(cut.weight) and torch.equal(whole.scale, cut.scale)
     assert whole.scale.all()
     if block_format is PER_ROW:
-        codes, scale = (each[start : start + num_rows] for each in quantize_matrix(tensor, PER_ROW))
+        codes, scale = (each[start : start + num_rows] for each in quantize_blockwise(tensor, format=PER_ROW))
         assert bytes_of(whole.weight) == bytes_of(codes[:, 32:]) and torch.equal(whole.scale, scale)
 
 

@@ -1,6 +1,5 @@
 """Slots that share one scale: the same bytes from every kind of source, and what is refused."""
 
-import logging
 import time
 from dataclasses import replace
 from itertools import permutations
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fp8refit.config import RefitConfig
-from fp8refit.driver.drop_in import DropIn, DropInOptions
 from fp8refit.errors import InvalidSourceError, NonFiniteError, UnsupportedEngineError
 from fp8refit.fill.from_buckets import ReceivedSource
 from fp8refit.fill.plan import PlanBuilder, Step
@@ -23,7 +21,6 @@ from fp8refit.kernels.reference import quantize_reference
 from fp8refit.live.formats import PER_TENSOR, AmaxOver
 from fp8refit.live.overlaps import shared_bytes
 from fp8refit.live.slots import FP8_DTYPE, Inventory, Op, Slot, Stacked, TensorMeta, dtype_name
-from fp8refit.ranks.rank import Rank as OneRank
 from fp8refit.ranks.target import Target
 from fp8refit.sources.row_runs import Piece
 from fp8refit.sources.source import PushedSource, as_source
@@ -245,11 +242,6 @@ def test_nothing_that_is_kept_at_one_time_has_one_place(drawn):
             is_apart = starts[one] + sizes[one] <= starts[other] or starts[other] + sizes[other] <= starts[one]
             assert is_apart or not is_at_once
     assert total <= sum(-(-size // 256) * 256 for size in sizes.values())
-
-
-def test_the_drop_in_refuses_what_it_could_not_compare_alone():
-    with pytest.raises(UnsupportedEngineError, match="q has one scale for all of it, which the drop-in does not take"):
-        DropIn(None, OneRank(Rank().target), DropInOptions(drop_in=True), logging.getLogger())
 
 
 def test_steps_that_find_a_maximum_read_the_whole_tensor_or_the_ranks_own_part():

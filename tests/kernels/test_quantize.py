@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fp8refit import NonFiniteError, dequantize_blockwise, quantize_blockwise
-from fp8refit.kernels import quantize_matrix
 from fp8refit.kernels.reference import block_scales, quantize_reference
 from fp8refit.kernels.reference_table import ReferenceTable
 from fp8refit.kernels.triton_table import TritonTable
@@ -115,7 +114,7 @@ def test_a_scale_of_a_whole_row_is_the_same_for_whoever_holds_a_part(dtype, colu
     """A rank holds some columns; the outlier, at column 104, is not always among them."""
     first, length = columns
     source = random_matrix(150, 208, dtype)
-    whole = quantize_matrix(source, PER_ROW)
+    whole = quantize_blockwise(source, format=PER_ROW)
     task = quantize_task(
         source.to(device), block_size=(1, WHOLE), scale_format=PER_ROW.scale_format, shape=(150, length)
     )
@@ -144,14 +143,14 @@ def test_what_is_not_finite_in_a_row_is_flagged_for_whoever_holds_another_part(d
 def test_a_row_is_divided_by_its_scale_as_vllm_divides(device):
     """1.0625 times the scale is between two codes: multiplied by the reciprocal, some values go to the other one."""
     source = random_matrix(64, 4096, torch.bfloat16, seed=3)
-    codes, scale = quantize_matrix(source, PER_ROW)
+    codes, scale = quantize_blockwise(source, format=PER_ROW)
     amax = source.float().abs().amax(dim=1, keepdim=True)
     assert torch.equal(scale, (amax / torch.tensor(448.0)).clamp_min(1 / (448 * 512)))
     expected = (source / scale).clamp(-448, 448).to(FP8_DTYPE)
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
     task = quantize_task(source.to(device), block_size=(1, WHOLE), scale_format=PER_ROW.scale_format)
     assert assert_same_as_reference([task]) == []
-    other, _ = quantize_matrix(source, replace(PER_ROW, scale_format=ScaleFormat.FP32))
+    other, _ = quantize_blockwise(source, format=replace(PER_ROW, scale_format=ScaleFormat.FP32))
     assert not torch.equal(codes.view(torch.uint8), other.view(torch.uint8))
 
 
@@ -209,7 +208,7 @@ def test_what_is_not_finite_is_named_where_it_is_although_the_scale_is_shared(de
 @pytest.mark.parametrize("value", [0.0, 1e-38, 448.0, torch.finfo(torch.bfloat16).max])
 def test_one_function_quantizes_with_one_scale(value, device):
     weight = random_matrix(130, 140, torch.bfloat16).to(device).clamp(-1, 1) * value
-    codes, scale = quantize_matrix(weight, PER_TENSOR)
+    codes, scale = quantize_blockwise(weight, format=PER_TENSOR)
     expected, expected_scale, _ = quantize_reference(weight, PER_TENSOR)
     assert scale.shape == (1, 1) and torch.equal(scale, expected_scale)
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))

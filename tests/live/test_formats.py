@@ -14,7 +14,7 @@ from fp8refit.bench.eager import eager_quantize
 from fp8refit.checkpoint.outputs import Output, quantization_of
 from fp8refit.fill.fitting import fit_weight
 from fp8refit.fill.tasks import scale_problem
-from fp8refit.kernels import compile_table, quantize_activations, quantize_matrix
+from fp8refit.kernels import compile_table, quantize_activations, quantize_blockwise
 from fp8refit.kernels.reference import block_scales, quantize_reference
 from fp8refit.kernels.reference_table import fits_scale_format
 from fp8refit.kernels.rows import rows_of_all
@@ -90,7 +90,7 @@ DECIDED = {
         lambda each: each.codes.dtype,
         lambda each: block_scales(SCALES, each),
         lambda each: quantize_reference(WEIGHT, each),
-        lambda each: quantize_matrix(WEIGHT, each),
+        lambda each: quantize_blockwise(WEIGHT, format=each),
         lambda each: quantize_activations(WEIGHT, each),
         lambda each: eager_quantize(WEIGHT.bfloat16(), each),
         _arithmetic,
@@ -107,7 +107,7 @@ DECIDED = {
         lambda each: each.scale_format.has_powers_of_two,
         lambda each: block_scales(SCALES, each),
         lambda each: quantize_reference(WEIGHT, each),
-        lambda each: quantize_matrix(WEIGHT, each),
+        lambda each: quantize_blockwise(WEIGHT, format=each),
         lambda each: quantize_activations(WEIGHT, each),
         lambda each: eager_quantize(WEIGHT.bfloat16(), each),
         lambda each: fits_scale_format(SCALES, each.scale_format),
@@ -131,7 +131,7 @@ DECIDED = {
     ],
     "placement": [
         *(where(op) for where, op in product((on_cpu, on_gpu), (Op.QUANTIZE, Op.COPY_CODES, Op.COPY_SCALES))),
-        lambda each: quantize_matrix(WEIGHT, each),
+        lambda each: quantize_blockwise(WEIGHT, format=each),
         told,
         read,
     ],

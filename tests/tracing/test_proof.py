@@ -9,7 +9,7 @@ from torch import nn
 
 from fp8refit.config import RefitConfig
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit.kernels import quantize_matrix
+from fp8refit.kernels import quantize_blockwise
 from fp8refit.kernels.reference import quantize_reference
 from fp8refit.live.formats import PER_ROW, AmaxOver
 from fp8refit.ranks.target import Target
@@ -53,7 +53,7 @@ def unproved(make, names=None) -> list[str]:
 
 def test_scales_of_rows_may_cover_other_ranks_values_and_no_less_than_the_own():
     values = torch.randn(6, 64).to(torch.bfloat16)
-    codes, scales = quantize_matrix(values, PER_ROW)
+    codes, scales = quantize_blockwise(values, format=PER_ROW)
     assert proof._are_quantized(codes, scales, values, PER_ROW)
     for factor, is_possible in ((1.5, True), (0.75, False)):
         other, _, _ = quantize_reference(values, PER_ROW, given=scales * factor)

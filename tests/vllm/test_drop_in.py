@@ -153,7 +153,7 @@ def run_boot(starter, tmp_path_factory):
     return run
 
 
-@pytest.fixture(scope="module", params=["fp8_per_block", "fp8_per_channel"])
+@pytest.fixture(scope="module", params=["fp8_per_block", "fp8_per_channel", "fp8_per_tensor"])
 def boots(request, run_boot):
     """An engine that is quantized by the environment and loaded into, and a fresh one."""
     if request.param == "fp8_per_channel" and vllm_version() < (0, 24):
