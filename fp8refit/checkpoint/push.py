@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Unpack
 
 from pydantic import BaseModel
 from torch import Tensor
 
-from fp8refit.config import RefitConfig, Transport
+from fp8refit.config import Options, RefitConfig, Transport, choose_config
 from fp8refit.driver.adapters import connect
 from fp8refit.driver.attach import attach_engine
 from fp8refit.driver.broadcaster import Broadcaster
@@ -33,9 +33,10 @@ class Pushed(BaseModel, frozen=True):
     """The result of a push to one server."""
 
     url: str
-    engine: str
-    read_by: Literal["server", "driver"]
-    """Who read the checkpoint: the server's ranks, or this process, which passed it on."""
+    engine: str | None = None
+    """None if there is no server that can be refitted."""
+    read_by: Literal["server", "driver"] | None = None
+    """Who read the checkpoint: the server's ranks, or this process, which passed it on; None if neither."""
     seconds: float
     report: RefitReport | None = None
     """After a broadcast, one report for all servers."""
@@ -61,90 +62,108 @@ class PushResult(BaseModel, frozen=True):
 
 
 def push_checkpoint(
-    checkpoint: Path, urls: Sequence[str], config: RefitConfig, *, on_progress: OnProgress = lambda *_: None
+    checkpoint: Path | str,
+    urls: Sequence[str],
+    config: RefitConfig | None = None,
+    *,
+    on_progress: OnProgress = lambda *_: None,
+    **options: Unpack[Options],
 ) -> PushResult:
-    """Refit every server to a checkpoint, all at once. Failures are part of the result.
+    """Refit every server to a checkpoint, all at once. Failures are part of the result, also of servers that do not answer.
 
-    Each server takes the checkpoint completely or not at all. With `config.transport="collective"`, all do or none does.
+    Each server takes the checkpoint completely or not at all. With `transport="collective"`, all do or none does.
 
     Args:
         checkpoint: A safetensors file or folder.
         urls: URLs of the servers.
-        config: How to refit.
+        config: How to refit; or pass its fields as keywords.
         on_progress: Called as bytes are read.
+        **options: Fields of the config; see `Refitter`.
 
     Raises:
         InvalidSourceError: The checkpoint cannot be read. Nothing was sent.
-        EngineLostError: A server cannot be reached. Nothing was sent to any.
-        UnsupportedEngineError: A server cannot be refitted. Nothing was sent to any.
+        InvalidOptionError: An option is unknown or invalid. Nothing was sent.
     """
-    source = SafetensorsSource(checkpoint.resolve())
-    servers = [connect(url) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
-    push = _push_together if config.transport == "collective" else _push_apart
+    config, source = choose_config(config, options), SafetensorsSource(Path(checkpoint).resolve())
+    urls = list(dict.fromkeys(url.rstrip("/") for url in urls))
+    with ThreadPoolExecutor(max(1, len(urls))) as pool:
+        servers = list(pool.map(_reach, urls))
+        if config.transport == "collective":
+            pushed = _push_together(source, urls, servers, config, on_progress)
+        else:
+            pushed = list(pool.map(partial(_push, source, config, on_progress), urls, servers))
     return PushResult(
-        checkpoint=str(checkpoint),
-        num_bytes=_num_bytes(source),
-        transport=config.transport,
-        servers=tuple(push(source, servers, config, on_progress)),
+        checkpoint=str(checkpoint), num_bytes=_num_bytes(source), transport=config.transport, servers=tuple(pushed)
     )
 
 
+def _reach(url: str) -> Server | RefitError:
+    """The server, or why it cannot be refitted."""
+    try:
+        server = connect(url)
+        attach_engine(server)
+    except RefitError as error:
+        return error
+    return server
+
+
 def _push_together(
-    source: SafetensorsSource, servers: Sequence[Server], config: RefitConfig, on_progress: OnProgress
-) -> Iterator[Pushed]:
+    source: SafetensorsSource,
+    urls: Sequence[str],
+    servers: Sequence[Server | RefitError],
+    config: RefitConfig,
+    on_progress: OnProgress,
+) -> list[Pushed]:
     def on_read(done: int, total: int) -> None:
-        for server in servers:
-            on_progress(server.url, done, total)
+        for url in urls:
+            on_progress(url, done, total)
 
     start_s, report, error = time.perf_counter(), None, None
-    broadcaster = Broadcaster(servers, config=config)
-    try:
-        with broadcaster:
-            report = broadcaster.push(_Counted(source, on_read))
-    except RefitError as failure:
-        error = _describe(failure)
+    if absent := [url for url, server in zip(urls, servers, strict=True) if isinstance(server, RefitError)]:
+        error = f"nothing was sent to any server, because of {', '.join(absent)}"
+    else:
+        try:
+            with Broadcaster(servers, config=config) as broadcaster:
+                report = broadcaster.push(_Counted(source, on_read))
+        except RefitError as failure:
+            error = _describe(failure)
     seconds = time.perf_counter() - start_s
-    for server in servers:
-        yield Pushed(
-            url=server.url,
-            engine=server.engine,
-            read_by="driver",
-            seconds=seconds,
-            report=report,
-            error=error,
-            is_dirty=attach_engine(server).engine.ranks.is_dirty,
-        )
+    return [_pushed(url, server, "driver", seconds, report, error) for url, server in zip(urls, servers, strict=True)]
 
 
-def _push_apart(
-    source: SafetensorsSource, servers: Sequence[Server], config: RefitConfig, on_progress: OnProgress
-) -> Iterable[Pushed]:
-    refitters = [Refitter(server, config) for server in servers]
-    with ThreadPoolExecutor(len(servers)) as pool:
-        return list(pool.map(lambda server, refitter: _push(source, server, refitter, on_progress), servers, refitters))
-
-
-def _push(source: SafetensorsSource, server: Server, refitter: Refitter, on_progress: OnProgress) -> Pushed:
+def _push(
+    source: SafetensorsSource, config: RefitConfig, on_progress: OnProgress, url: str, server: Server | RefitError
+) -> Pushed:
     start_s, num_bytes = time.perf_counter(), _num_bytes(source)
     is_seen, report, error = True, None, None
-    try:
-        is_seen = refitter.config.rename is None and server.sees(str(source.path))
-        if is_seen or not server.is_here:
-            report = refitter.refit(source.path)
-        else:
-            report = refitter.refit(_Counted(source, partial(on_progress, server.url)))
-        refitter.close()
-        on_progress(server.url, num_bytes, num_bytes)
-    except RefitError as failure:
-        error = _describe(failure)
+    if isinstance(server, Server):
+        try:
+            refitter = Refitter(server, config)
+            is_seen = config.rename is None and server.sees(str(source.path))
+            if is_seen or not server.is_here:
+                report = refitter.refit(source.path)
+            else:
+                report = refitter.refit(_Counted(source, partial(on_progress, url)))
+            refitter.close()
+            on_progress(url, num_bytes, num_bytes)
+        except RefitError as failure:
+            error = _describe(failure)
+    return _pushed(url, server, "server" if is_seen else "driver", time.perf_counter() - start_s, report, error)
+
+
+def _pushed(
+    url: str,
+    server: Server | RefitError,
+    read_by: Literal["server", "driver"],
+    seconds: float,
+    report: RefitReport | None,
+    error: str | None,
+) -> Pushed:
+    if isinstance(server, RefitError):
+        return Pushed(url=url, seconds=seconds, error=_describe(server))
+    is_dirty = attach_engine(server).engine.ranks.is_dirty
     return Pushed(
-        url=server.url,
-        engine=server.engine,
-        read_by="server" if is_seen else "driver",
-        seconds=time.perf_counter() - start_s,
-        report=report,
-        error=error,
-        is_dirty=refitter.is_dirty,
+        url=url, engine=server.engine, read_by=read_by, seconds=seconds, report=report, error=error, is_dirty=is_dirty
     )
 
 

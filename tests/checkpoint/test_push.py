@@ -100,11 +100,35 @@ def test_a_replica_that_fails_is_named_with_what_the_others_hold(running, replic
     assert replica.cluster.states == [(False, 0)] * 2
 
 
-def test_nothing_is_sent_while_one_server_is_not_there(running, checkpoint):
-    result = push(checkpoint, "--to", URL, "--to", "http://127.0.0.1:1")
+ABSENT = "http://127.0.0.1:1"
+
+
+def test_each_server_is_told_about_also_one_that_is_not_there(running, replica, policy, checkpoint):
+    result = push(checkpoint, "--to", URL, "--to", ABSENT, "--to", OTHER, "--json")
+    assert result.exit_code == cli.EXIT_FAILED
+    took, absent, too = json.loads(result.stdout)["servers"]
+    assert [each["report"]["version"] for each in (took, too)] == [1, 1]
+    assert (absent["url"], absent["engine"], absent["read_by"]) == (ABSENT, None, None)
+    assert f"{ABSENT} is no server of an engine" in absent["error"]
+    said = push(checkpoint, "--to", URL, "--to", ABSENT)
+    for url, state in ((URL, " 2 "), (ABSENT, " failed ")):
+        assert [state in line for line in said.stdout.splitlines() if url in line] == [True]
+    assert f"{ABSENT}: UnsupportedEngineError: " in said.stderr
+
+
+def test_no_server_takes_a_broadcast_while_one_is_not_there(running, replica, checkpoint):
+    result = push(checkpoint, "--to", ABSENT, "--to", URL, "--to", OTHER, "--transport", "collective")
     assert result.exit_code == cli.EXIT_REFUSED
-    assert "is no server of an engine" in result.stderr
-    assert running.events == []
+    assert f"{ABSENT} is no server of an engine" in result.stderr
+    for url in (URL, OTHER):
+        assert f"{url}: nothing was sent to any server, because of {ABSENT}" in result.stderr
+    assert running.events == replica.events == []
+
+
+def test_a_config_is_not_needed(running, replica, policy, checkpoint):
+    assert not push_checkpoint(checkpoint, [URL]).failed
+    assert push_checkpoint(str(checkpoint), [URL, OTHER], transport="collective").transport == "collective"
+    running.cluster.assert_holds(policy, version=2)
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused(running, tmp_path):

@@ -86,14 +86,14 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from fp8refit import RefitConfig, Refitter
+from fp8refit import Refitter
 from fp8refit.checkpoint import push_checkpoint
 
 url, folder = sys.argv[1:]
 policy = {name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()}
 with Refitter(url) as refitter:
     print(refitter.refit(policy).version)
-print(push_checkpoint(Path(folder), [url], RefitConfig()).failed)
+print(push_checkpoint(Path(folder), [url]).failed)
 """
 """A trainer's process that has torch and fp8refit, and no engine."""
 
