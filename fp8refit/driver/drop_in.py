@@ -18,8 +18,9 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 from pydantic import BaseModel, field_validator
@@ -30,6 +31,7 @@ from fp8refit.driver.attach import attach_engine
 from fp8refit.driver.completeness import Kind, Stream, claims_of_all
 from fp8refit.driver.update import Update, update
 from fp8refit.errors import (
+    EngineBusyError,
     EngineDirtyError,
     InvalidSourceError,
     RankFailedError,
@@ -41,12 +43,15 @@ from fp8refit.fill.plan import why_unknown
 from fp8refit.fill.ties import tie_problem
 from fp8refit.live.slots import SOURCE_DTYPES
 from fp8refit.live.storage import has_memory
-from fp8refit.live.turn import DisplacedError
+from fp8refit.live.turn import DisplacedError, Turn
 from fp8refit.ranks.rank import Rank
 from fp8refit.report import RefitReport
 from fp8refit.sources.pairs import named
 from fp8refit.sources.renamed import Names, also_as_sent, why_one
 from fp8refit.transport.running import run
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _LONGEST_LIST = 8
 _SHORT_LIST = 3
@@ -99,6 +104,21 @@ class DropInOptions(BaseModel, frozen=True, extra="forbid"):
         return None if self.calibration is None else json.loads(self.calibration.read_text())
 
 
+def _alone(call: Callable[Concatenate["DropIn", P], T]) -> Callable[Concatenate["DropIn", P], T]:
+    """Refuse a call while another one of the same drop-in is not over, in whichever thread."""
+
+    @wraps(call)
+    def alone(drop_in: "DropIn", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with drop_in._calls.during(drop_in, lambda: 0.0) as is_held:
+            if not is_held:
+                raise EngineBusyError(
+                    "weights are being loaded in another call, which goes on; load them in one thread, one call after the other"
+                )
+            return call(drop_in, *args, **kwargs)
+
+    return alone
+
+
 class DropIn:
     """Handles one rank's `load_weights` calls. Created on every rank together.
 
@@ -133,6 +153,7 @@ class DropIn:
         self._has_warned_of_scales = False
         self._is_receiving = False
         self._late: Exception | None = None
+        self._calls = Turn()
         self._take_back: Callable[[], bool] = lambda: True
         """Takes the engine's turn, which is lent to others between two calls."""
 
@@ -155,6 +176,7 @@ class DropIn:
         Raises:
             RefitError: Something does not fit. With several ranks it is raised at the end of the policy, on all of
                 them.
+            EngineBusyError: Another call of this drop-in is not over, in any thread; it goes on.
         """
         if not self._is_receiving:
             with also_as_sent(self._names):
@@ -183,6 +205,7 @@ class DropIn:
         if late is not None:
             raise late
 
+    @_alone
     def _load(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> set[str]:
         pairs = list(weights.items()) if isinstance(weights, Mapping) else weights
         are_together = isinstance(pairs, list | tuple)
@@ -218,6 +241,7 @@ class DropIn:
             raise InvalidSourceError(why_one([(other, name), (sent, name)]))
         return name
 
+    @_alone
     def begin(self) -> None:
         """Begin a policy that `end` will end.
 
@@ -234,6 +258,7 @@ class DropIn:
             raise
         self._rest()
 
+    @_alone
     def end(self) -> None:
         """End the policy.
 
@@ -254,6 +279,7 @@ class DropIn:
         finally:
             self._stream.begin_anew()
 
+    @_alone
     def cut(self) -> None:
         """A trainer has dropped the caches, as before or after a policy: what has come of one belongs to none. Any tensor may
         begin the next. Every rank calls this together.
@@ -293,6 +319,7 @@ class DropIn:
             run(attach_engine(self.owner).engine.refuse(str(error)))
             raise
 
+    @_alone
     def close(self) -> None:
         """Stop taking weights. A policy that has partly arrived leaves the engine dirty."""
         self._give_up("nothing is taken any more")

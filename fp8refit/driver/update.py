@@ -106,7 +106,9 @@ class Update(AbstractContextManager["Update"]):
             EngineDirtyError: The update has already failed.
         """
         if self._steps is None:
-            raise EngineDirtyError("this update is over, or its block was not entered; nothing more can be loaded")
+            raise EngineDirtyError(
+                "nothing can be loaded: its block was left or not entered, or another call is not over"
+            )
         self._go_on(self._as_pairs(bucket))
 
     def lend_turn(self, why: str) -> Callable[[], bool]:

@@ -908,6 +908,63 @@ def test_a_refit_takes_over_between_two_calls_of_a_trainer_and_never_within_one(
     site.assert_holds(second, version=3)
 
 
+@pytest.mark.parametrize("call", [lambda drop_in: drop_in.load({}), DropIn.begin, DropIn.end, DropIn.cut, DropIn.close])
+@pytest.mark.parametrize("is_thread", [False, True])
+def test_a_call_within_another_is_refused_and_the_other_one_goes_on(is_thread, call):
+    site = Site("alone")
+    policy = site.cluster.make_policy(1)
+    (drop_in,) = site.drop_ins
+
+    def intrude():
+        with pytest.raises(EngineBusyError, match="load them in one thread, one call after the other"):
+            call(drop_in)
+        return True
+
+    def lend():
+        for number, item in enumerate(policy.items()):
+            if number == 2:
+                assert together([intrude]) == [True] if is_thread else intrude()
+            yield item
+
+    drop_in.load(lend())
+    site.assert_holds(policy, 1)
+    site.load_policy(policy, size=2)
+    site.assert_holds(policy, 2)
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_two_threads_that_load_at_once_get_errors_of_ours_and_no_mixture(attempt):
+    site = Site("alone")
+    policies = [site.cluster.make_policy(seed) for seed in (1, 2)]
+
+    def load(policy):
+        for item in policy.items():
+            site.drop_ins[0].load([item])
+
+    outcomes = together([partial(load, policy) for policy in policies])
+    assert all(outcome is None or isinstance(outcome, fp8refit.RefitError) for outcome in outcomes), outcomes
+    assert site.is_dirty or [outcome for outcome in outcomes if outcome is None]
+    assert (site.clients[0].blocked is not None) == site.is_dirty
+    fp8refit.Refitter(site.clients[0]).refit(policies[0])
+    site.assert_holds(policies[0], version=site.versions[0])
+
+
+def test_a_refit_within_a_policy_that_is_not_caught_ends_the_policy():
+    site = Site("alone")
+    policy = site.cluster.make_policy(1)
+    items = list(policy.items())
+
+    def refit_within():
+        yield items[0]
+        fp8refit.Refitter(site.clients[0]).refit(policy)
+
+    (refused,) = site.load(refit_within())[0]
+    assert isinstance(refused, EngineBusyError) and "wait for it" in str(refused)
+    assert site.is_dirty and "loading it failed (EngineBusyError: another refit" in site.clients[0].blocked
+    site.load_policy(policy)
+    site.assert_holds(policy, 1)
+
+
 def test_no_policy_is_of_two_streams_wherever_they_break_off(simulate):
     """Every sequence of streams in one order, each of which may break off, repeat a tensor, or, if all change, lose one."""
     streams = [NAMES[:length] for length in (1, 2, 3)] + ["abb", "abcc", "abbc", "abca"]
