@@ -48,7 +48,7 @@ class OrderHandler:
         self._silence_s = 0.0
         self._silence: asyncio.TimerHandle | None = None
         self._process = -1
-        self._version = 0
+        self._version = self._least = 0
         self._ending: asyncio.Task[None] | None = None
         self._obeying: asyncio.Task[Answer | KeyboardInterrupt | SystemExit] | None = None
 
@@ -121,6 +121,11 @@ class OrderHandler:
             self._let_go()
         elif isinstance(order, orders.Resume):
             if order.version is not None:
+                if order.version < self._least:
+                    raise RankFailedError(
+                        f"an order to serve version {order.version} came again or too late: the server is at version "
+                        f"{self._version}; refit again"
+                    )
                 await self._publish(order.version)
             await controls.resume()
             self._let_go()
@@ -128,7 +133,7 @@ class OrderHandler:
 
     def _hold_for(self, driver: Caller, silence_s: float) -> None:
         self._let_go()
-        self._holder, self._silence_s = driver, silence_s
+        self._holder, self._silence_s, self._least = driver, silence_s, self._version + 1
         if driver.place == self._place:
             try:
                 self._process = os.pidfd_open(driver.pid)
@@ -140,7 +145,7 @@ class OrderHandler:
             asyncio.get_running_loop().add_reader(self._process, self._end_soon, _DIED)
 
     def _let_go(self) -> None:
-        self._holder = None
+        self._holder, self._least = None, self._version
         if self._silence is not None:
             self._silence.cancel()
         if self._process >= 0:
@@ -184,7 +189,7 @@ class OrderHandler:
 
     async def _publish(self, version: int) -> None:
         await self._controls.publish_version(version)
-        self._version = version
+        self._version = self._least = version
 
     async def _whole_version(self) -> int | None:
         """Make every rank drop an unfinished refit. Returns the version that all hold; None if they differ or are dirty."""

@@ -242,6 +242,24 @@ def test_a_driver_that_holds_the_server_keeps_others_out(running, server):
     Refitter(URL).refit(running.cluster.make_policy(1))
 
 
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_an_order_to_resume_that_comes_again_sets_no_older_version(is_paused, running, server):
+    refitter = Refitter(URL)
+    for seed in (1, 2):
+        refitter.refit(running.cluster.make_policy(seed))
+    if is_paused:
+        server.post(pause(), timeout_s=5)
+    events = list(running.events)
+    for version in (0, 1, *([2] if is_paused else [])):
+        with pytest.raises(
+            RankFailedError, match=f"version {version} came again or too late: the server is at version 2"
+        ):
+            server.post(Resume(version=version), timeout_s=5)
+    assert running.events == events  # nothing was published, nor resumed
+    server.post(Resume(version=3 if is_paused else 2), timeout_s=5)
+    assert running.events[-1] == "resume"
+
+
 def test_a_driver_that_dies_before_it_writes_lets_requests_go_on(running):
     driver, process = dying_driver()
     give(running, pause(), driver)
