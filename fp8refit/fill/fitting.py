@@ -7,6 +7,8 @@ expert's matrix.
 from dataclasses import replace
 from typing import NamedTuple, assert_never
 
+import torch
+
 from fp8refit.live.formats import AmaxOver
 from fp8refit.live.slots import FP8_DTYPE, SOURCE_DTYPES, Op, Slot, Stacked, TensorMeta, dtype_name
 
@@ -79,6 +81,11 @@ def fit_scale(meta: TensorMeta, slot: Slot, stack: Stacked | None = None, first_
         return f"is a scale, but this engine holds {slot.name} as {dtype_name(slot.weight.dtype)}; leave it out"
     experts, matrix = ((), slot.full_shape) if stack is None else (stack.shape[:1], stack.shape[1:])
     block, expected = slot.format.block, slot.format.scale_shape((*experts, *matrix))
+    if meta.dtype is torch.int32:
+        return (
+            "is int32: scales packed for DeepGEMM, with four UE8M0 exponents in each; send them as they were before, one "
+            f"float32 per block of {block}, or send the weight unquantized"
+        )
     if meta.shape != expected:
         return f"has shape {list(meta.shape)}, blocks of {block} need {list(expected)}"
     if meta.dtype not in SOURCE_DTYPES:

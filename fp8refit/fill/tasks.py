@@ -113,9 +113,9 @@ def misfit_scales(
 def scale_problem(name: str, scale_format: ScaleFormat) -> str:
     """Say why a scale tensor does not fit a slot of `scale_format`."""
     if not scale_format.has_powers_of_two:
-        return f"{name}: holds scales that are not finite and positive"
+        return f"{name}: holds scales that are not finite and positive, or above 2^120, where products overflow; quantize again"
     return (
-        f"{name}: holds scales that are not powers of two, which this layer's kernel needs; quantize with "
+        f"{name}: holds scales that are not powers of two, at most 2^120, which this layer's kernel needs; quantize with "
         'scale_format="ue8m0", boot the engine with kernels that take any scale, or write them anyway with '
         'on_scale_mismatch="copy"'
     )

@@ -180,7 +180,10 @@ def _run_reference(task: Task, source: Tensor) -> bool:
 
 
 def fits_scale_format(scale: Tensor, scale_format: ScaleFormat) -> Tensor:
-    """Elementwise: whether float32 `scale` is finite, positive and, for `ue8m0`, a power of two."""
+    """Elementwise: whether float32 `scale` is positive, at most 2^120, and for `ue8m0` a power of two.
+
+    2^120 is the largest that quantizing finite values gives; codes times larger ones are Inf.
+    """
     bits = scale.contiguous().view(torch.int32)
-    fits = (bits > 0) & (bits < 0x7F800000)
+    fits = (bits > 0) & (bits <= 0x7B800000)
     return fits & (bits & 0x7FFFFF == 0) if scale_format.has_powers_of_two else fits

@@ -473,7 +473,7 @@ def _copy_tiles(
             is_bad = (value & 0x7F) == 0x7F
         else:
             bits = value.to(tl.int32, bitcast=True)
-            is_bad = (bits <= 0) | (bits >= 0x7F800000)
+            is_bad = (bits <= 0) | (bits > 0x7B800000)  # 2^120; see `fits_scale_format`
             if RULE == 3:
                 is_bad = is_bad | ((bits & 0x7FFFFF) != 0)
         num_bad = tl.sum((is_bad & mask).to(tl.int32), axis=0)

@@ -165,6 +165,15 @@ def test_scales_of_another_grid_are_refused(slots, sources):
     assert problem == f"{Q}_scale_inv: has shape [4, 3], blocks of 128x128 need [2, 2]"
 
 
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1), (256, 1)])
+def test_scales_packed_for_deepgemm_are_called_so(shape, slots, sources):
+    (problem,) = problems_of(slots, as_fp8(sources, Q, meta(*shape, dtype=torch.int32)))
+    assert problem == (
+        f"{Q}_scale_inv: is int32: scales packed for DeepGEMM, with four UE8M0 exponents in each; send them as they were "
+        "before, one float32 per block of 128x128, or send the weight unquantized"
+    )
+
+
 def test_scales_of_another_dtype_are_refused(slots, sources):
     (problem,) = problems_of(slots, as_fp8(sources, Q, meta(2, 2, dtype=torch.uint8)))
     assert problem == f"{Q}_scale_inv: has dtype uint8; send block scales as float32, bfloat16 or float16"

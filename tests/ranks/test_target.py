@@ -428,9 +428,9 @@ def test_scales_that_are_no_powers_of_two_are_copied_when_asked(make_source, mod
     assert torch.equal(model.layers[0].o_scale, sent[O_PROJ + "_scale_inv"])
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0, 3e38, 2.0**121])
 @pytest.mark.parametrize(("name", "scale_format"), [(Q_PROJ, ScaleFormat.FP32), (O_PROJ, ScaleFormat.UE8M0)])
-def test_a_scale_that_is_not_finite_and_positive_is_refused(name, scale_format, value, target, model):
+def test_a_scale_that_is_not_positive_or_too_large_is_refused(name, scale_format, value, target, model):
     sent = prequantize(make_policy(model, seed=1), name, scale_format)
     sent[name + "_scale_inv"][1, 1] = value
     refuse(target, model, InvalidSourceError, as_source(sent), f"{name}_scale_inv: holds scales")
@@ -439,7 +439,7 @@ def test_a_scale_that_is_not_finite_and_positive_is_refused(name, scale_format, 
 def test_a_scale_that_is_not_finite_is_called_so_when_any_scale_is_copied(target, model):
     sent = prequantize(make_policy(model, seed=1), O_PROJ, ScaleFormat.FP32)
     sent[O_PROJ + "_scale_inv"][1, 1] = float("nan")
-    problem = f"{O_PROJ}_scale_inv: holds scales that are not finite and positive"
+    problem = f"{O_PROJ}_scale_inv: holds scales that are not finite and positive, or above"
     break_off(target, InvalidSourceError, as_source(sent), problem, on_scale_mismatch="copy")
 
 
