@@ -68,6 +68,13 @@ def ask(url: str, body: str | None = None, *, headers: Mapping[str, str] = NO_HE
         return 0, None
 
 
+def read_metrics(url: str) -> dict[str, float]:
+    """What a server exports of refits, in Prometheus' format."""
+    _, text = ask(url + "/metrics")
+    lines = (line.rpartition(" ") for line in text.splitlines() if line.startswith("fp8refit_"))
+    return {name: float(value) for name, _, value in lines}
+
+
 def interrupted(policy: Mapping[str, Tensor], half_way: Callable[[], object]) -> Iterator[tuple[str, Tensor]]:
     """A policy that is read once, with something that happens on the way."""
     for index, pair in enumerate(policy.items()):

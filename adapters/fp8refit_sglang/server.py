@@ -17,6 +17,7 @@ from typing_extensions import override
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.remote.servers.http_client import Server, read_object
 from fp8refit.remote.servers.http_endpoint import Door, other_version
+from fp8refit.remote.servers.metrics import exported
 from fp8refit.remote.servers.order_handler import OrderHandler
 from fp8refit.remote.servers.orders import PROTOCOL_HEADER, Answer, read_token
 from fp8refit.transport.vote import ErrorRecord
@@ -77,7 +78,7 @@ class OrderMiddleware:
     async def _answer(self, message: str) -> Answer:
         if self._handler is None:
             controls = TokenizerControls(self._manager, asyncio.get_running_loop(), refuse_with=http_refusal)
-            self._handler = OrderHandler(Driver(controls))
+            self._handler = OrderHandler(Driver(controls), exported())
         return await self._handler.answer(message)
 
 

@@ -13,6 +13,7 @@ from typing_extensions import override
 from fp8refit.errors import RankFailedError, RefitError, UnsupportedEngineError
 from fp8refit.remote.servers.http_client import Server, read_object
 from fp8refit.remote.servers.http_endpoint import CLOSED, Door
+from fp8refit.remote.servers.metrics import exported
 from fp8refit.remote.servers.order_handler import OrderHandler
 from fp8refit.remote.servers.orders import Answer, read_token
 from fp8refit.transport.vote import ErrorRecord
@@ -70,7 +71,7 @@ class RefitEndpoint:
             self._refused_because = error
             return
         controls = AsyncDriver(engine_client, method_of(engine_client.vllm_config))
-        self._handler = OrderHandler(controls)
+        self._handler = OrderHandler(controls, exported())
 
     async def _answer(self, message: str) -> Answer:
         if self._handler is None:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from fp8refit import Refitter
 from fp8refit.cli import commands as cli
 from tests.engines.attempts import bad_policy
-from tests.serving import ask, ask_rawly, die, free_port, interrupted, option, run_driver
+from tests.serving import ask, ask_rawly, die, free_port, interrupted, option, read_metrics, run_driver
 
 START_S = 180
 TOKEN = "a-token-of-this-test"
@@ -28,7 +28,7 @@ LONG = SAMPLING | {"max_new_tokens": 200}
 def run_served(family: str, work: Path) -> dict:
     """Policy 2 as booted, policy 1, policy 2 again; then a request that is kept, and a policy with NaN."""
     os.environ["FP8REFIT_TOKEN"] = TOKEN
-    with Server(fp8_of(family, 1, work)) as server:
+    with Server(fp8_of(family, 1, work), enable_metrics=True) as server:
         refitter = Refitter(server.url, in_flight="keep")
         found: dict[str, Any] = {"booted": server.state()}
         report = refitter.refit(make_policy(family, 1))
@@ -39,7 +39,7 @@ def run_served(family: str, work: Path) -> dict:
         found["kept"] = keep(server, refitter, family)
         refitter.refit(make_policy(family, 2))
         found["after load"] = server.state()
-        found["bad"] = refused(lambda: refitter.refit(bad_policy(family)))
+        found["bad"] = refused(lambda: refitter.refit(bad_policy(family))) | {"metrics": read_metrics(server.url)}
         start_s = time.perf_counter()
         status, body = server.post("/generate", {"input_ids": PROMPTS[0], **ASKED})
         found["dirty"] = {"status": status, "body": json.dumps(body), "s": time.perf_counter() - start_s}

@@ -41,6 +41,13 @@ def test_a_dirty_server_refuses_at_once_and_is_healed_by_the_next_refit(served):
     assert served["healed"] == served["booted"]
 
 
+def test_refits_are_counted_beside_the_engines_own_metrics(served):
+    counted = served["bad"]["metrics"]
+    assert counted['fp8refit_failures_total{kind="NonFiniteError"}'] == counted["fp8refit_is_dirty"] == 1
+    assert counted["fp8refit_refits_total"] == counted["fp8refit_version"] == 4
+    assert 0 < counted["fp8refit_last_refit_seconds"] < 60
+
+
 def test_a_driver_killed_while_it_writes_leaves_the_server_refusing_until_the_next_refit(served):
     status, body = served["refused"]
     assert served["killed"] == -signal.SIGKILL

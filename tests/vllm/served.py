@@ -18,7 +18,7 @@ from fp8refit.checkpoint import quantize_checkpoint
 from fp8refit.cli import commands as cli
 from fp8refit.remote.servers.server_driver import ServerDriver
 from tests.engines.attempts import bad_policy
-from tests.serving import ask_rawly, die, interrupted, run_driver
+from tests.serving import ask_rawly, die, interrupted, read_metrics, run_driver
 from tests.tiny_models import save_model
 
 
@@ -53,6 +53,7 @@ def try_policies(server: Server, refitter: Refitter) -> dict:
         "version": report.version,
         "live": server.live(),
         "fingerprints": refitter.fingerprints(),
+        "metrics": read_metrics(server.url),
     }
 
 
@@ -132,7 +133,7 @@ def try_meanwhile(server: Server, refitter: Refitter, folder: Path) -> dict:
 
 def try_bad_values(server: Server, refitter: Refitter, folder: Path) -> dict:
     """NaN, which is seen while it is written."""
-    found = {"refit": refused(lambda: refitter.refit(bad_policy(FAMILY)))}
+    found = {"refit": refused(lambda: refitter.refit(bad_policy(FAMILY))), "metrics": read_metrics(server.url)}
     start_s = time.perf_counter()
     return found | {"status": server.complete(PROMPTS[0]), "seconds": time.perf_counter() - start_s}
 

@@ -43,6 +43,14 @@ def test_the_next_refit_gives_the_same_bytes_and_answers_as_before(attempt, serv
     assert served[attempt]["healed"]
 
 
+def test_refits_are_counted_beside_the_engines_own_metrics(served):
+    counted = served["policies"]["metrics"]
+    assert (counted["fp8refit_refits_total"], counted["fp8refit_version"], counted["fp8refit_is_dirty"]) == (2, 2, 0)
+    assert 0 < counted["fp8refit_last_refit_seconds"] < 60
+    failed = served["bad values"]["metrics"]
+    assert failed['fp8refit_failures_total{kind="NonFiniteError"}'] == failed["fp8refit_is_dirty"] == 1
+
+
 @pytest.mark.parametrize("attempt", ["files", "push"])
 def test_files_are_read_by_the_server(attempt, served):
     assert served[attempt]["live"] == served["fresh"]["live"]

@@ -256,6 +256,23 @@ class Reply(Message):
         return self.id in (request.id, "")
 
 
+class _Kind(BaseModel):
+    kind: str
+
+
+class _Outcome(BaseModel):
+    error: _Kind | None = None
+
+
+def failure_of(answer: str) -> str | None:
+    """The kind of a rank's error; None if it succeeded, or if nobody knows what it says."""
+    try:
+        error = _Outcome.model_validate_json(answer).error
+    except ValidationError:
+        return None
+    return None if error is None else error.kind
+
+
 def have_done(answers: Sequence[Any], request: str) -> list[Reply]:
     """The ranks' replies if all of them succeeded, otherwise an empty list; the driver then raises the reasons.
 

@@ -8,8 +8,9 @@ import asyncio
 import logging
 import os
 import select
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from fp8refit.errors import EngineBusyError, RankFailedError, RefitError
@@ -38,10 +39,11 @@ class OrderHandler:
 
     Args:
         controls: The engine.
+        note: Told what becomes of refits; see `metrics.exported`.
     """
 
-    def __init__(self, controls: Controls) -> None:
-        self._controls = controls
+    def __init__(self, controls: Controls, note: Callable[..., None] = lambda **_: None) -> None:
+        self._controls, self._note, self._since_s = controls, note, 0.0
         self._id, self._place = uuid.uuid4().hex, Place.here()
         self._turn = asyncio.Lock()
         self._holder: Caller | None = None
@@ -74,7 +76,9 @@ class OrderHandler:
         except Exception as error:
             if not isinstance(error, RefitError):
                 logger.exception("an order could not be carried out")
-            found = Answer(error=ErrorRecord.of(error))
+            record = ErrorRecord.of(error)
+            self._note(failure=record.kind)
+            found = Answer(error=record)
         except (KeyboardInterrupt, SystemExit) as error:
             return error
         return found.model_copy(update={"server": self._id, "place": self._place})
@@ -100,6 +104,7 @@ class OrderHandler:
     async def _obey(self, order: AnyOrder, driver: Caller) -> Answer:
         controls = self._controls
         if isinstance(order, orders.Pause):
+            self._since_s = time.monotonic()
             num_requests = await controls.pause(order.config)
             self._hold_for(driver, order.config.timeout_s + SILENCE_S)
             return Answer(value=num_requests)
@@ -109,6 +114,8 @@ class OrderHandler:
                     "the server gave this refit up or was restarted, and serves requests; refit again"
                 )
             answers = await self._send(order.messages, order.timeouts_s)
+            if failure := next(filter(None, map(messages.failure_of, answers.said)), None):
+                self._note(failure=failure)
             return Answer(said=tuple(answers.said), is_refused=answers.is_refused, flush_s=answers.flush_s)
         if isinstance(order, orders.Tokenize):
             return Answer(token_ids=await controls.tokenize(order.prompts))
@@ -118,6 +125,7 @@ class OrderHandler:
             await controls.flush_caches()
         elif isinstance(order, orders.Refuse):
             await controls.refuse(order.reason)
+            self._note(is_dirty=1)
             self._let_go()
         elif isinstance(order, orders.Resume):
             if order.version is not None:
@@ -128,6 +136,7 @@ class OrderHandler:
                     )
                 await self._publish(order.version)
             await controls.resume()
+            self._note(is_dirty=0, **({} if self._holder is None else {"seconds": time.monotonic() - self._since_s}))
             self._let_go()
         return Answer()
 
@@ -169,6 +178,7 @@ class OrderHandler:
     async def _end(self, reason: str) -> None:
         self._let_go()
         logger.warning("%s; its refit is given up", reason)
+        self._note(failure="driver", is_dirty=1)
         try:
             version = await self._whole_version()
             if version is None:
@@ -177,6 +187,7 @@ class OrderHandler:
             if version != self._version:
                 await self._publish(version)
             await self._controls.resume()
+            self._note(is_dirty=0)
         except Exception as error:
             if not isinstance(error, RefitError):
                 logger.exception("the refit of a driver that left could not be ended")
@@ -189,6 +200,8 @@ class OrderHandler:
 
     async def _publish(self, version: int) -> None:
         await self._controls.publish_version(version)
+        if version != self._version:
+            self._note(version=version)
         self._version = self._least = version
 
     async def _whole_version(self) -> int | None:
