@@ -159,6 +159,9 @@ class RefitConfig(BaseModel, frozen=True, extra="forbid"):
     they have. `keep` freezes them, then continues under the new policy with their KV recomputed. New requests wait for
     the refit. A synchronous engine refuses a refit while requests are unfinished."""
 
+    count_changes: bool = False
+    """Whether the report says how many codes, scales and other values the refit changed. It then reads what it writes over."""
+
     kv: KvConfig = KvConfig()
     """How to compute KV-cache scales, for `calibration=` and `calibrate`."""
 
@@ -186,6 +189,7 @@ class Options(TypedDict, total=False):
     transport: Transport
     collective: CollectiveConfig | Mapping[str, Any]
     in_flight: InFlight
+    count_changes: bool
     kv: KvConfig | Mapping[str, Any]
     timeout_s: float
 

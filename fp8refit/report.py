@@ -54,6 +54,8 @@ class RankReport(BaseModel, frozen=True):
     """Tensors that were missing from the source and kept."""
     differing: tuple[str, ...] = ()
     """Source tensors that differ from what this rank holds, if it was asked to compare."""
+    changed: dict[str, tuple[int, int]] = {}
+    """How many `codes`, `scales`, and `values` that are not quantized the refit changed, and of how many, if that was asked."""
     bytes_read: int
     bytes_written: int
     fill_s: float
@@ -112,6 +114,9 @@ class RefitReport(BaseModel, frozen=True):
     """KV-cache scales that were written, combined over all ranks; None if they did not change."""
     num_old_scales: int = 0
     """How many scales of an FP8 KV cache still belong to an older policy, after a drop-in refit."""
+    changed: dict[str, tuple[int, int]] = {}
+    """With `count_changes`: how many `codes`, `scales`, and `values` that are not quantized the refit changed, and of how many
+    that it wrote, over all ranks."""
     source: str | None = None
     """The model that an engine has reloaded by itself, in a drop-in refit; None if a trainer sent the policy."""
 
@@ -133,6 +138,9 @@ class RefitReport(BaseModel, frozen=True):
             is_first=any(rank.is_first for rank in ranks),
             ranks=tuple(ranks),
             kv=KvReport.merge(kv) if kv else None,
+            changed={
+                kind: _sum_of(ranks, kind) for kind in dict.fromkeys(kind for rank in ranks for kind in rank.changed)
+            },
             **fields,
         )
 
@@ -150,7 +158,8 @@ class RefitReport(BaseModel, frozen=True):
         return (self.bytes_read + self.bytes_written) / seconds / 1e9 if seconds > 0 else 0.0
 
     def metrics(self, prefix: str = "fp8refit/") -> dict[str, float]:
-        """Flat scalars for W&B, TensorBoard and the like: seconds of each phase (`fp8refit/fill_s`), bytes, and counts.
+        """Flat scalars for W&B, TensorBoard and the like: seconds of each phase (`fp8refit/fill_s`), bytes, counts, and with
+        `count_changes` which share of codes, scales and values changed (`fp8refit/changed_codes`).
 
         Args:
             prefix: What each name begins with.
@@ -167,6 +176,7 @@ class RefitReport(BaseModel, frozen=True):
             "gb_per_s": self.gb_per_s,
             "total_s": self.total_s,
             **{f"{phase}_s": seconds for phase, seconds in self.phases_s.items()},
+            **{f"changed_{kind}": num / of for kind, (num, of) in self.changed.items()},
         }
         if self.fill_device_s is not None:
             found["fill_device_s"] = self.fill_device_s
@@ -196,6 +206,7 @@ class RefitReport(BaseModel, frozen=True):
             *([("ranks", str(len(self.ranks)))] if len(self.ranks) > 1 else []),
             *([("scales", f"{len(self.kv.scales)} KV")] if self.kv is not None else []),
             *([("scales", f"{self.num_old_scales} old")] if self.num_old_scales else []),
+            *((kind, f"{num / of:.2%} new") for kind, (num, of) in self.changed.items()),
             *((name, f"{seconds * 1e3:.3f} ms") for name, seconds in self.phases_s.items()),
             ("total", f"{self.total_s * 1e3:.3f} ms"),
         ]
@@ -266,6 +277,11 @@ class VerifyReport(BaseModel, frozen=True):
             differing=differing,
             ranks=tuple(ranks),
         )
+
+
+def _sum_of(ranks: Sequence[RankReport], kind: str) -> tuple[int, int]:
+    found = [rank.changed.get(kind, (0, 0)) for rank in ranks]
+    return sum(num for num, _ in found), sum(of for _, of in found)
 
 
 def _table(rows: Iterable[tuple[str, object]]) -> str:

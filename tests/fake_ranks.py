@@ -274,6 +274,11 @@ class Cluster:
         names = dict.fromkeys(slot.name for shard in self.shards for slot in shard.slots())
         return {name: torch.randn(SHAPES[name], generator=generator).to(dtype) for name in names}
 
+    @property
+    def slots(self) -> list[Slot]:
+        """Of every rank."""
+        return [slot for shard in self.shards for slot in shard.slots()]
+
     def live_bytes(self) -> list[dict[str, bytes]]:
         return [live_bytes(shard) for shard in self.shards]
 

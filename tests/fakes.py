@@ -223,6 +223,22 @@ def make_target(model: FakeModel) -> Target:
     return Target(model.read_inventory, device=torch.device("cpu"), engine="fake", versions={"fake": "1.0"})
 
 
+def copies_of(slots: Sequence[Slot]) -> list[tuple[Tensor, Tensor | None]]:
+    """What slots hold."""
+    return [(slot.weight.clone(), slot.scale.clone() if slot.scale is not None else None) for slot in slots]
+
+
+def changes_of(slots: Sequence[Slot], before: Sequence[tuple[Tensor, Tensor | None]]) -> dict[str, tuple[int, int]]:
+    """What a report says of slots that no two share a scale, and that held something else before."""
+    counts: dict[str, list[tuple[int, int]]] = {}
+    for slot, (weight, scale) in zip(slots, before, strict=True):
+        found = {"codes": slot.weight.view(torch.uint8) != weight.view(torch.uint8)} if slot.is_quantized else {}
+        found |= {"values": slot.weight != weight} if scale is None else {"scales": slot.scale != scale}
+        for kind, is_other in found.items():
+            counts.setdefault(kind, []).append((int(is_other.sum()), is_other.numel()))
+    return {kind: (sum(num for num, _ in each), sum(of for _, of in each)) for kind, each in counts.items()}
+
+
 def refit_target(target: Target, source: Source, **options: object) -> RankReport:
     """Prepare, write and commit."""
     prepared = target.prepare(source, RefitConfig(**options))

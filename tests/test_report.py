@@ -57,12 +57,15 @@ def test_metrics_of_a_refit_are_flat_numbers(device_s):
         phases_s={"plan": 0.5, "fill": 1.5},
         fill_device_s=device_s,
         kept=("norm",),
+        changed={"codes": (1, 8), "scales": (0, 4)},
     )
+    assert "codes        12.50% new" in str(report).splitlines()
     metrics = report.metrics("refit/")
     assert all(type(value) is float for value in metrics.values())
     assert (metrics["refit/version"], metrics["refit/plan_s"], metrics["refit/fill_s"]) == (3, 0.5, 1.5)
     assert (metrics["refit/total_s"], metrics["refit/num_kept"]) == (2, 1)
     assert metrics.get("refit/fill_device_s") == device_s
+    assert (metrics["refit/changed_codes"], metrics["refit/changed_scales"]) == (0.125, 0)
     assert metrics["refit/gb_per_s"] == report.gb_per_s
 
 

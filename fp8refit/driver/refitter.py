@@ -34,7 +34,7 @@ class Refitter(Closing):
         config: Options; or pass its fields as keywords.
         on_refit: Called with each report once the engine serves the new policy. What it raises reaches the caller.
         **options: `validate`, `fp32_sources`, `on_scale_mismatch`, `keep`, `ignore`, `rename`, `prove_trace`, `bucket_bytes`,
-            `transport`, `collective`, `in_flight`, `kv` and `timeout_s`; see `RefitConfig`.
+            `transport`, `collective`, `in_flight`, `count_changes`, `kv` and `timeout_s`; see `RefitConfig`.
 
     Raises:
             InvalidOptionError: An option is unknown or invalid.

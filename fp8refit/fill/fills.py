@@ -127,7 +127,8 @@ class Fills:
         if _compiled_for(config, foreign) != _compiled_for(self._config, self._foreign):
             self._resident = self._received = self._direct = None
         self._config, self._foreign = config, foreign
-        action = Action.COMPARE if compares else Action.WRITE
+        usual = Action.COUNT if config.count_changes else Action.WRITE
+        action = Action.COMPARE if compares else usual
         fills: tuple[Fill, ...]
         if isinstance(source, MappingSource):
             fills = self._prepare_mapping(source, action)

@@ -92,9 +92,11 @@ class ReceivedFill(Fill):
         kept = _Kept(source, {name: found for name, found in steps.items() if share_scales(found)}, slots, device)
         self._kept = kept
         self._work: list[list[tuple[Action, Program]]] = []
-        """The programs of each bucket, in order. What came under another name is compared."""
+        """The programs of each bucket, in order. What came under another name is compared; what is written to slots is counted,
+        if that is asked.
+        """
         for ordinal, bucket in enumerate(source.buckets):
-            tasks: dict[Action, list[tuple[str, Task]]] = {Action.WRITE: []}
+            tasks: dict[Action, list[tuple[str, Task]]] = {}
             portions = bucket.portions(source.buffer(ordinal))
             placed = ((source.tensors[run.tensor], each) for run in bucket.runs for each in run.placements)
             for tensor, part, portion in (
@@ -102,16 +104,16 @@ class ReceivedFill(Fill):
             ):
                 view = part.view(portion)
                 if part.name in kept.tensors:
-                    tasks[Action.WRITE].append((_blamed(tensor, part), kept.copy(part, view)))
+                    tasks.setdefault(Action.WRITE, []).append((_blamed(tensor, part), kept.copy(part, view)))
                 elif part.name in kept.spans:
                     kept.tensors_here[part.name] = view
                 for step in () if part.name in kept.names else steps.get(part.name, ()):
                     task = _cut(bind(step, slots[step.slot], view, config), part)
                     if task is None:
                         continue
-                    action = Action.COMPARE if step in seconds else Action.WRITE
+                    action = Action.COMPARE if step in seconds else Action.COUNT
                     tasks.setdefault(action, []).append((_blamed(tensor, part), task))
-                    if action is Action.WRITE:
+                    if action.writes:
                         lacking[step] -= prod(task.shape)
             work = [(action, Program.compile(found, device)) for action, found in tasks.items()]
             if ready := kept.ready(ordinal):
@@ -121,7 +123,7 @@ class ReceivedFill(Fill):
                         task = bind(step, slots[step.slot], kept.tensor(name), config, maxima)
                         whole.append((kept.blamed[name], task))
                         lacking[step] -= prod(step.shape)
-                work.append((Action.WRITE, Program.compile(whole, device)))
+                work.append((Action.COUNT, Program.compile(whole, device)))
             self._work.append(work)
         absent = sorted({step.source for step, count in lacking.items() if count})
         if absent:
@@ -156,6 +158,8 @@ class ReceivedFill(Fill):
         """
         for action, program in self._work[self._num_filled]:
             self._launched.add(program)
+            if action is Action.COUNT and not self._config.count_changes:
+                action = Action.WRITE
             program.table.launch(check=self._config.validate_values != "off", action=action)
         self._num_filled += 1
 
@@ -169,8 +173,8 @@ class ReceivedFill(Fill):
         """Wait for everything, and return what was flagged by the trainer's names, including tensors that overflow only in
         this engine's dtype.
         """
-        bad, differing = self._launched.read_flags()
-        return Flags(bad - {""}, differing - {""})
+        bad, differing, changed = self._launched.read_flags()
+        return Flags(bad - {""}, differing - {""}, changed)
 
     @property
     def num_device_bytes(self) -> int:

@@ -122,7 +122,7 @@ class Staging:
 
     def comparing(self) -> AbstractContextManager[None]:
         """While active, compare with what was written; without effect if nothing is written."""
-        return self.doing(Action.COMPARE if self.action is Action.WRITE else self.action)
+        return self.doing(Action.COMPARE if self.action.writes else self.action)
 
     def _stage(self, name: str, task: Task, *, is_stable: bool, read_box: ReadBox | None = None) -> None:
         self.reserve()

@@ -35,7 +35,8 @@ class ReferenceTable(WorkTable):
             self._products[place] = task.product
         self._tasks = [replace(task, source=torch.empty(0, device="cpu"), product=None) for task in tasks]
         self._bad: set[int] = set()
-        self._differing: set[int] = set()
+        self._counts: dict[int, tuple[int, int]] = {}
+        self._are_changes = False
 
     @classmethod
     def joined(cls, tables: Sequence[WorkTable]) -> "ReferenceTable":
@@ -96,6 +97,7 @@ class ReferenceTable(WorkTable):
 
     def _run_all(self, indexes: Sequence[int], source: Tensor, *, check: bool, action: Action) -> None:
         """Run the tasks of one source."""
+        self._are_changes = action is Action.COUNT
         for index in indexes:
             task = self._tasks[index]
             if is_empty(task):
@@ -104,12 +106,17 @@ class ReferenceTable(WorkTable):
             is_bad = _run_reference(written, written.box(source.detach()))
             if is_bad and (check or task.op is Op.COPY_SCALES):
                 self._bad.add(index)
-            if action is Action.COMPARE and task.op is not Op.MAXIMUM and not _have_same_bytes(written, task):
-                self._differing.add(index)
+            if action.compares and written is not task:
+                found = _num_differing(written.target, task.target), _num_differing(written.scale, task.scale)
+                elements, scales = self._counts.get(index, (0, 0))
+                if any(found):
+                    self._counts[index] = elements + found[0], scales + found[1]
+            if action is Action.COUNT and written is not task:
+                _run_reference(task, task.box(source.detach()))
 
     @override
     def forget_flags(self) -> None:
-        self._bad, self._differing = set(), set()
+        self._bad, self._counts = set(), {}
 
     @override
     def bad_tasks(self) -> list[int]:
@@ -118,8 +125,15 @@ class ReferenceTable(WorkTable):
 
     @override
     def differing_tasks(self) -> list[int]:
-        differing, self._differing = sorted(self._differing), set()
-        return differing
+        return [] if self._are_changes else sorted(self._take_counts())
+
+    @override
+    def changes(self) -> dict[int, tuple[int, int]]:
+        return self._take_counts() if self._are_changes else {}
+
+    def _take_counts(self) -> dict[int, tuple[int, int]]:
+        counts, self._counts = self._counts, {}
+        return counts
 
     @override
     def release(self) -> None:
@@ -140,11 +154,12 @@ def _with_own_targets(task: Task) -> Task:
     return replace(task, target=torch.empty_like(task.target), scale=scale)
 
 
-def _have_same_bytes(one: Task, other: Task) -> bool:
-    pairs = [(one.target, other.target)]
-    if one.scale is not None and other.scale is not None:
-        pairs.append((one.scale, other.scale))
-    return all(torch.equal(bytes_of(left), bytes_of(right)) for left, right in pairs)
+def _num_differing(one: Tensor | None, other: Tensor | None) -> int:
+    """How many elements differ in any byte."""
+    if one is None or other is None:
+        return 0
+    left, right = (bytes_of(each).view(-1, each.element_size()) for each in (one, other))
+    return int((left != right).any(dim=1).sum())
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -88,8 +88,8 @@ def launch_of(kind: Kind, device: torch.device, *, check: bool, action: Action) 
         "NUM_FIELDS": NUM_FIELDS,
         "IS_ALIGNED": kind.is_aligned,
         "CHECK": check,
-        "WRITE": action is Action.WRITE,
-        "COMPARE": action is Action.COMPARE,
+        "WRITE": action.writes,
+        "COMPARE": action.compares,
     }
     saturates = isinstance(_quantize_tiles, triton.JITFunction)
     if kind.row_tile is not None:
@@ -207,15 +207,21 @@ def _code_of(x, s, DIVIDES: tl.constexpr, SATURATES: tl.constexpr):
 
 @triton.jit
 def _put_codes(code, target_at, mask, WRITE: tl.constexpr, COMPARE: tl.constexpr):
-    """Store codes, or count those that are not there."""
+    """Count the codes that are not there, and store them."""
     num_other = 0
-    if WRITE:
-        tl.store(target_at, code, mask=mask)
     if COMPARE:
         held = tl.load(target_at.to(tl.pointer_type(tl.int8), bitcast=True), mask=mask, other=0)
         is_other = (code.to(tl.int8, bitcast=True) != held) & mask
         num_other = tl.sum(tl.sum(is_other.to(tl.int32), axis=1), axis=0)
+    if WRITE:
+        tl.store(target_at, code, mask=mask)
     return num_other
+
+
+@triton.jit
+def _add_count(differs, task, of_scales: tl.constexpr, count):
+    """Add to a task's count of elements, or of scales, that differ."""
+    tl.atomic_add(differs + 2 * task + of_scales, count, mask=count > 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["shift", "first_tile", "num_tiles"])
@@ -310,11 +316,14 @@ def _quantize_tile(
         target_at += n[:, None] * target_row + k[None, :]
         scale_at = scale if IS_SHARED else scale + block_n * scale_row + block_k
         num_other = _put_codes(code, target_at, mask, WRITE, COMPARE)
-        if WRITE:
-            tl.store(scale_at, s)
         if COMPARE:
-            num_other += (tl.load(scale_at).to(tl.int32, bitcast=True) != s.to(tl.int32, bitcast=True)).to(tl.int32)
-            tl.store(differs + tl.load(row + 11), 1, mask=num_other > 0)
+            s_bits, bits_at = s.to(tl.int32, bitcast=True), scale_at.to(tl.pointer_type(tl.int32))
+            # Many write a shared scale: the first one sees what was there.
+            held = tl.atomic_xchg(bits_at, s_bits, sem="relaxed") if IS_SHARED and WRITE else tl.load(bits_at)
+            _add_count(differs, tl.load(row + 11), 0, num_other)
+            _add_count(differs, tl.load(row + 11), 1, (held != s_bits).to(tl.int32))
+        if WRITE and not (IS_SHARED and COMPARE):
+            tl.store(scale_at, s)
 
 
 @triton.jit
@@ -387,13 +396,13 @@ def _quantize_rows(
     if WRITE or COMPARE:
         s = _scale_of(amax_bits, IS_UE8M0, IS_RECIPROCAL, AMAX_FLOOR)
         scale_at = scale + (first_n + n) * scale_row
-        num_other = 0
-        if WRITE:
-            tl.store(scale_at, s, mask=first_n + n < num_rows)
+        num_other, num_scales = 0, 0
         if COMPARE:
             held = tl.load(scale_at, mask=first_n + n < num_rows, other=1.0).to(tl.int32, bitcast=True)
             is_other = (held != s.to(tl.int32, bitcast=True)) & (first_n + n < num_rows)
-            num_other += tl.sum(is_other.to(tl.int32), axis=0)
+            num_scales = tl.sum(is_other.to(tl.int32), axis=0)
+        if WRITE:
+            tl.store(scale_at, s, mask=first_n + n < num_rows)
         target_at = target + first_n.to(tl.int64) * target_row + n[:, None] * target_row + k[None, :]
         if NUM_PARTS:
             for part in tl.static_range(NUM_PARTS):
@@ -410,7 +419,8 @@ def _quantize_rows(
                 mask = is_row & (first_k + k < target_cols)[None, :]
                 num_other += _put_codes(code, target_at + first_k, mask, WRITE, COMPARE)
         if COMPARE:
-            tl.store(differs + tl.load(row + 11), 1, mask=num_other > 0)
+            _add_count(differs, tl.load(row + 11), 0, num_other)
+            _add_count(differs, tl.load(row + 11), 1, num_scales)
 
 
 @triton.jit
@@ -460,12 +470,11 @@ def _copy_tiles(
     x = tl.load(source + n * source_row + first_k * source_col + k * source_col, mask=mask, other=0)
     value = x if SOURCE == TARGET else x.to(tl.float32).to(TARGET)
     target_at = target + n * target_row + first_k + k
-    if WRITE:
-        tl.store(target_at, value, mask=mask)
     if COMPARE:
         is_other = _bits(tl.load(target_at, mask=mask, other=0)) != _bits(value)
-        num_other = tl.sum((is_other & mask).to(tl.int32), axis=0)
-        tl.store(differs + tl.load(row + 11), 1, mask=num_other > 0)
+        _add_count(differs, tl.load(row + 11), 0, tl.sum((is_other & mask).to(tl.int32), axis=0))
+    if WRITE:
+        tl.store(target_at, value, mask=mask)
     if CHECK:
         if RULE == 0:
             is_bad = _magnitude_bits(value) >= 0x7F800000

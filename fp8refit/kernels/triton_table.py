@@ -73,11 +73,14 @@ class TritonTable(WorkTable):
         self._products = _Numbers(of_boxes(rows.products, rows.starts)[: None if adds_any else 0], device)
         self._tile_rows = torch.from_numpy(tile_rows).to(device)
         num_flags = -(-max(rows.num_tasks, 1) // _FLAGS_ALIGNMENT) * _FLAGS_ALIGNMENT
-        self._status = torch.zeros((2, num_flags), dtype=torch.int32, device=device)
-        """For each task whether its values are bad, and whether they differ from its target."""
+        self._status = torch.zeros((3, num_flags), dtype=torch.int32, device=device)
+        """For each task whether its values are bad; and after these flags, for each how many elements and scales differ."""
         self._host_status = torch.zeros(self._status.shape, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self._status_view = self._host_status.numpy()
-        self._arrays = self._matrix.there, self._tile_rows, self._status[0], self._status[1], self._products.there
+        self._counts_view = self._status_view[1:].reshape(-1, 2)
+        self._are_changes = False
+        """Whether they are of what was written over."""
+        self._arrays = self._matrix.there, self._tile_rows, self._status[0], self._status[1:], self._products.there
 
     @override
     def refresh(self, sources: Sequence[Tensor], addresses: Addresses | None = None) -> bool:
@@ -86,7 +89,7 @@ class TritonTable(WorkTable):
 
     @override
     def launch(self, *, check: bool, action: Action = Action.WRITE, begun: torch.cuda.Event | None = None) -> None:
-        self._has_run = True
+        self._has_run, self._are_changes = True, action is Action.COUNT
         with on_device(self._device):
             if self._done is None:
                 self._launch_all(check=check, action=action)
@@ -122,6 +125,7 @@ class TritonTable(WorkTable):
                 return False
         if any(products):
             self._point_products(first, fields_of(products))
+        self._are_changes = action is Action.COUNT
         self._has_run |= bool(launches)
         with on_device(self._device):
             for launch, first_tile, num_tiles in launches:
@@ -210,12 +214,26 @@ class TritonTable(WorkTable):
     @override
     def bad_tasks(self) -> list[int]:
         self._settle()
-        return self._take_flags(0)
+        flagged: list[int] = self._status_view[0].nonzero()[0].tolist()
+        if flagged:
+            self._drop(slice(0, 1))
+        return flagged
 
     @override
     def differing_tasks(self) -> list[int]:
+        return [] if self._are_changes else list(self._take_counts())
+
+    @override
+    def changes(self) -> dict[int, tuple[int, int]]:
+        return self._take_counts() if self._are_changes else {}
+
+    def _take_counts(self) -> dict[int, tuple[int, int]]:
         self._settle()
-        return self._take_flags(1)
+        view = self._counts_view
+        counts = {task: (int(view[task, 0]), int(view[task, 1])) for task in np.unique(view.nonzero()[0]).tolist()}
+        if counts:
+            self._drop(slice(1, 3))
+        return counts
 
     def _settle(self) -> None:
         """Wait until everything that was launched is done and its flags are on the host."""
@@ -227,23 +245,17 @@ class TritonTable(WorkTable):
         if self._done is not None:
             self._done.synchronize()
 
-    def _take_flags(self, which: int) -> list[int]:
-        flagged: list[int] = self._status_view[which].nonzero()[0].tolist()
-        if flagged:
-            self._has_run = True  # as in `forget_flags`
-            self._status[which].zero_()
-            self._status_view[which] = 0
-            self._has_run = False
-        return flagged
+    def _drop(self, which: slice) -> None:
+        self._has_run = True  # if this is interrupted, they are copied and dropped again
+        self._status[which].zero_()
+        self._status_view[which] = 0
+        self._has_run = False
 
     @override
     def forget_flags(self) -> None:
         self._settle()
         if self._status_view.any():
-            self._has_run = True  # if this is interrupted, they are copied and dropped again
-            self._status.zero_()
-            self._status_view[:] = 0
-            self._has_run = False
+            self._drop(slice(0, 3))
 
     @override
     def release(self) -> None:

@@ -24,8 +24,20 @@ class Action(Enum):
     WRITE = "write"
     COMPARE = "compare"
     """Compare them with the targets, which stay as they are."""
+    COUNT = "count"
+    """Write them, and count the elements of the targets that were others."""
     CHECK = "check"
     """Flag NaN and Inf only."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether targets are written."""
+        return self in (Action.WRITE, Action.COUNT)
+
+    @property
+    def compares(self) -> bool:
+        """Whether what the targets hold is read first."""
+        return self in (Action.COMPARE, Action.COUNT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -144,6 +156,12 @@ class WorkTable(Protocol):
 
     def differing_tasks(self) -> list[int]:
         """Wait like `bad_tasks`, and return the indexes of tasks whose targets hold other bytes than they compute."""
+        ...
+
+    def changes(self) -> dict[int, tuple[int, int]]:
+        """Wait like `bad_tasks`; for each task that changed anything since the last call, how many elements of its target, and
+        how many scales. Of what ran with `Action.COUNT`.
+        """
         ...
 
     def forget_flags(self) -> None:

@@ -127,6 +127,22 @@ class Slot:
         return (self.format or BlockFormat()).block_size
 
 
+def num_elements(slots: Iterable[Slot]) -> tuple[int, int, int]:
+    """How many codes, scales and values that are not quantized slots hold."""
+    codes = scales = values = 0
+    groups = set[tuple[int, int]]()
+    for slot in slots:
+        if slot.format is None:
+            values += slot.weight.numel()
+            continue
+        codes += slot.weight.numel()
+        if slot.scale is not None and slot.group not in groups:
+            scales += slot.scale.numel()
+        if slot.group is not None:
+            groups.add(slot.group)
+    return codes, scales, values
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stacked:
     """A checkpoint tensor that holds one matrix, or several fused ones, for every expert of a layer.

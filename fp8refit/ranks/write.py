@@ -10,7 +10,7 @@ from fp8refit.fill.fill import Arriving
 from fp8refit.fill.fills import Prepared
 from fp8refit.fill.plan import RefitPlan
 from fp8refit.fill.ties import tie_problem
-from fp8refit.live.slots import Inventory
+from fp8refit.live.slots import Inventory, num_elements
 from fp8refit.ranks.live_model import LiveModel, assert_in_place
 from fp8refit.report import KvReport, RankReport
 
@@ -79,7 +79,7 @@ class Write:
         if self._events is not None:
             self._events[1].synchronize()
         filled_s = time.perf_counter()
-        bad, differing = prepared.read_flags()
+        bad, differing, changed = prepared.read_flags()
         if bad:
             raise prepared.error_of(bad, written=writes)
         if writes and differing:
@@ -87,7 +87,14 @@ class Write:
         plan, source_scales = prepared.plan, self._live.source_scales
         assert plan is not None, "a fill that is complete has a plan"
         kv = source_scales.write(plan) if writes and source_scales is not None else None
-        return self._report(plan, filled_s, differing=tuple(sorted(differing)), kv=kv)
+        report = self._report(plan, filled_s, differing=tuple(sorted(differing)), kv=kv)
+        if not (writes and prepared.config.count_changes):
+            return report
+        written = num_elements(prepared.inventory.slots[index] for index in {step.slot for step in plan.steps})
+        counts = {
+            kind: (num, of) for kind, num, of in zip(("codes", "scales", "values"), changed, written, strict=True) if of
+        }
+        return report.model_copy(update={"changed": counts})
 
     def _complete(self, inventory: Inventory) -> None:
         """Write what no source sends: padding, tensors derived from weights, and KV scales of a failed attempt."""

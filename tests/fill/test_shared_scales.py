@@ -22,6 +22,7 @@ from fp8refit.live.formats import PER_TENSOR, AmaxOver
 from fp8refit.live.overlaps import shared_bytes
 from fp8refit.live.slots import FP8_DTYPE, Inventory, Op, Slot, Stacked, TensorMeta, dtype_name
 from fp8refit.ranks.target import Target
+from fp8refit.report import RankReport
 from fp8refit.sources.row_runs import Piece
 from fp8refit.sources.source import PushedSource, as_source
 from fp8refit.transport.collective.buckets import WireTensor, lay_out, take_buffers
@@ -74,8 +75,8 @@ class Rank:
         )
         self.target = Target(lambda: Inventory(slots=self.slots), device=CPU, engine="fake", versions={})
 
-    def refit(self, source: object, **options: object) -> None:
-        refit_target(self.target, source, **options)
+    def refit(self, source: object, **options: object) -> RankReport:
+        return refit_target(self.target, source, **options)
 
     def assert_holds(self, policy: dict[str, torch.Tensor]) -> None:
         codes, scale, _ = quantize_reference(read(torch.cat([policy[name] for name in ("q", "k", "v")])), PER_TENSOR)
@@ -125,8 +126,14 @@ def test_every_source_gives_the_scale_of_all_that_is_fused(kind, dtype, place, t
             "reversed": lambda p: as_source(lent(dict(reversed(p.items())))),
             "from parts": lambda p: as_source({name: tensor[:] for name, tensor in p.items()}),
         }[kind]
-        rank.refit(make(policy), bucket_bytes=1 << 20)
+        codes = [rank.fused.view(torch.uint8).clone(), rank.o.view(torch.uint8).clone()]
+        scale, norm = rank.scale.clone(), rank.norm.clone()
+        changed = rank.refit(make(policy), bucket_bytes=1 << 20, count_changes=True).changed
         rank.assert_holds(policy)
+        is_other = [each.view(torch.uint8) != old for each, old in zip((rank.fused, rank.o), codes, strict=True)]
+        assert changed["codes"] == (sum(int(each.sum()) for each in is_other), sum(each.numel() for each in is_other))
+        assert changed["scales"] == (2, 2) and not torch.equal(rank.scale, scale)
+        assert changed["values"] == (int((rank.norm != norm).sum()), len(norm))
 
 
 @pytest.mark.parametrize("count", [1, 37, 1000])

@@ -94,7 +94,8 @@ def stack_bytes(cubin: bytes) -> int:
 
 
 def launch_all(tasks: list[Task]) -> None:
-    for action in Action:
+    is_usual = tasks[0].source.dtype in (torch.bfloat16, torch.float8_e4m3fn)
+    for action in Action if is_usual else (Action.WRITE, Action.CHECK):  # what is compared has the target's dtype
         TritonTable(tasks, torch.device("cpu")).launch(check=True, action=action)
 
 

@@ -320,6 +320,36 @@ def test_a_table_refuses_sources_of_another_alignment(device):
     assert table.refresh([memory[16:48]])
 
 
+def elements_of(tensor):
+    """One row of bytes for each element."""
+    return tensor.contiguous().view(-1).view(torch.uint8).view(-1, tensor.element_size()).clone()
+
+
+@pytest.mark.parametrize("make_table", TABLES)
+def test_elements_and_scales_that_a_launch_changes_are_counted(make_table, device):
+    tasks = mixed_tasks(device)
+    held = [[elements_of(each) for each in (task.target, task.scale) if each is not None] for task in tasks]
+    table = make_table(tasks, device)
+    table.launch(check=True, action=Action.COUNT)
+    expected = {}
+    for index, (task, before) in enumerate(zip(tasks, held, strict=True)):
+        after = [elements_of(each) for each in (task.target, task.scale) if each is not None]
+        counts = [int((one != other).any(1).sum()) for one, other in zip(before, after, strict=True)]
+        if any(counts):
+            expected[index] = (counts[0], *(counts[1:] or [0]))
+    assert len(expected) == len(tasks) - 1  # one is empty
+    assert table.differing_tasks() == []
+    assert table.changes() == expected
+    table.launch(check=True, action=Action.COUNT)
+    assert table.changes() == {}
+    tasks[1].scale[-1, -1] += 1
+    tasks[3].target.view(torch.uint8)[-1, -1] ^= 0x80
+    table.launch(check=True, action=Action.COUNT)
+    assert (table.bad_tasks(), table.changes()) == ([], {1: (0, 1), 3: (1, 0)})
+    table.launch(check=True, action=Action.COMPARE)
+    assert (table.changes(), table.differing_tasks()) == ({}, [])
+
+
 @pytest.mark.parametrize("make_table", TABLES)
 def test_targets_that_hold_other_bytes_are_named_and_stay(make_table, device):
     tasks = mixed_tasks(device)

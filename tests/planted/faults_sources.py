@@ -351,7 +351,7 @@ FAULTS = [
     Fault(
         name="the second name of a tensor is staged and written",
         at="fp8refit/fill/staging.py::Staging.comparing",
-        before="Action.COMPARE if self.action is Action.WRITE else self.action",
+        before="Action.COMPARE if self.action.writes else self.action",
         after="self.action",
         found_by=SOURCES,
     ),

@@ -36,6 +36,8 @@ from tests.fakes import (
     assert_holds,
     box_of,
     bytes_of,
+    changes_of,
+    copies_of,
     live_bytes,
     make_policy,
     make_target,
@@ -121,6 +123,23 @@ def test_every_kind_of_source_gives_the_same_bytes(make_source, dtype, model, tm
     result = refit_target(target, make_source(policy, tmp_path))
     assert_holds(model, policy)
     assert (target.version, result.num_tensors, result.is_first) == (1, len(policy), True)
+
+
+@pytest.mark.parametrize("make_source", ALL)
+def test_what_a_refit_changes_is_counted_if_asked(make_source, model, tmp_path):
+    target, policy = make_target(model), make_policy(model, seed=1)
+    assert refit_target(target, make_source(policy, tmp_path)).changed == {}
+    for name in (Q_PROJ, NORM):
+        policy[name] = policy[name].clone()
+        policy[name][-1] *= -300
+    before = copies_of(model.slots())
+    report = refit_target(target, make_source(policy, tmp_path), count_changes=True)
+    assert_holds(model, policy)
+    assert report.changed == changes_of(model.slots(), before)
+    assert all(num > 0 for num, _ in report.changed.values()) and report.differing == ()
+    again = refit_target(target, make_source(policy, tmp_path), count_changes=True)
+    assert all(num == 0 for num, _ in again.changed.values())
+    assert refit_target(target, make_source(policy, tmp_path)).changed == {}
 
 
 @pytest.mark.parametrize("make_source", ALL)

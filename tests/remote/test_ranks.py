@@ -63,7 +63,7 @@ from tests.fake_ranks import (
     as_mapping,
     manifest_of,
 )
-from tests.fakes import bytes_of, prequantize
+from tests.fakes import bytes_of, changes_of, copies_of, prequantize
 from tests.remote.test_rank_server import exporter_of, mapped_segments, on_the_gpu
 from tests.transport.memory.test_shared_tensors import FakeDriver
 
@@ -138,12 +138,14 @@ def assert_heals(remote: Remote, *, version: int = 2) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("make_arguments", STATE_DICTS)
 def test_every_rank_holds_its_part_of_every_kind_of_source(layout, make_arguments, tmp_path):
-    remote = Remote(Cluster(layout))
+    remote = Remote(Cluster(layout), count_changes=True)
     for version in (1, 2):
-        policy = remote.cluster.make_policy(seed=version)
+        policy, slots = remote.cluster.make_policy(seed=version), remote.cluster.slots
+        before = copies_of(slots)
         report = remote.refitter.refit(**make_arguments(policy, tmp_path))
         remote.cluster.assert_holds(policy, version=version)
         assert (report.version, report.num_tensors) == (version, len(policy))
+        assert report.changed == changes_of(slots, before)
         assert [rank.rank for rank in report.ranks] == [0, 1]
     remote.refitter.close()
 

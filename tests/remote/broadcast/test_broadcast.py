@@ -48,7 +48,7 @@ from tests.fake_ranks import (
     manifest_of,
     stack_experts,
 )
-from tests.fakes import assert_slots_hold, prequantize
+from tests.fakes import assert_slots_hold, changes_of, copies_of, prequantize
 from tests.wire_bytes import num_bytes_sent, num_bytes_to
 
 TIMEOUT_S = 40.0
@@ -101,10 +101,12 @@ def heals(remote, seed=9):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("wire", ["fp8", "bf16"])
 def test_every_byte_is_that_of_the_policy(layout, wire, open_remote):
-    remote = open_remote(layout, collective={"wire": wire})
+    remote = open_remote(layout, collective={"wire": wire}, count_changes=True)
     for version in (1, 2):
-        policy = remote.cluster.make_policy(version)
-        assert remote.refitter.refit(policy).version == version
+        policy, slots = remote.cluster.make_policy(version), remote.cluster.slots
+        before = copies_of(slots)
+        report = remote.refitter.refit(policy)
+        assert (report.version, report.changed) == (version, changes_of(slots, before))
         remote.cluster.assert_holds(policy, version=version)
 
 
