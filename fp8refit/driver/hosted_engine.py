@@ -31,6 +31,7 @@ T = TypeVar("T")
 class EngineHost:
     """Carries out the orders of a `HostedEngine` elsewhere on an engine of this process.
 
+    An interrupt ends the refit: the engine serves the old policy or the new one, and refuses requests only if it holds neither.
     If the trainer dies during a refit, a synchronous engine refuses requests until the next refit. An asynchronous one
     resumes by itself if nothing was written.
 
@@ -68,7 +69,11 @@ class EngineHost:
                 f"this {self._engine.name} engine is asynchronous; await answer_async in the event loop that drives it"
             )
         with self._line:  # the runner cannot be used by two threads
-            return self._runner.run(self._handler.answer(message)).model_dump_json()
+            try:
+                return self._runner.run(self._handler.answer(message)).model_dump_json()
+            except (KeyboardInterrupt, SystemExit):
+                self._runner.run(self._handler.give_up("the engine's process was interrupted in a refit"))
+                raise
 
     async def answer_async(self, message: str) -> str:
         """`answer` for an asynchronous engine, in the event loop that drives it."""

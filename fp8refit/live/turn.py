@@ -74,14 +74,17 @@ class Turn:
         """Hold it for one order of `owner`, which then keeps it for `lasts_s()`, for the next. Gives whether it is held."""
         order = object()
         try:
-            is_held = self.take(order, after=owner)
             try:
-                yield is_held
+                is_held = self.take(order, after=owner)
+                try:
+                    yield is_held
+                finally:
+                    if is_held and (seconds := lasts_s()):
+                        self.take(owner, for_s=seconds, after=order)
             finally:
-                if is_held and (seconds := lasts_s()):
-                    self.take(owner, for_s=seconds, after=order)
+                self.end(order)
         finally:
-            self.end(order)
+            self.end(order)  # again, in case that an interrupt hit the first one
 
     def _last(self) -> _Hold:
         hold = self._hold

@@ -1,7 +1,9 @@
 """Engines in processes of the user's own: what is ordered in one place is done in the other. Here both are this process."""
 
 import asyncio
+import signal
 import subprocess
+from functools import partial
 
 import pytest
 import torch
@@ -65,6 +67,51 @@ def test_an_interrupt_ends_one_order_and_not_the_next(kind, hosted, monkeypatch)
     except kind:
         pytest.fail("it came out of the next order")
     hosted.cluster.assert_holds(policy, version=2)
+
+
+@pytest.mark.parametrize("is_far", [False, True])
+@pytest.mark.parametrize("is_model_here", [False, True])
+@pytest.mark.parametrize("place", range(1, 9))
+def test_an_interrupt_in_any_order_leaves_an_engine_that_serves_or_is_dirty(place, is_model_here, is_far, monkeypatch):
+    """SIGINT, as from Ctrl-C: in the driver's process, or in the engine's, whose driver then hears nothing."""
+    kinds = [FakeEntryPoint() if is_model_here else ClientEntryPoint()]
+    monkeypatch.setattr("fp8refit.driver.adapters.entry_points", lambda group: kinds)
+    cluster, model, orders, armed = Cluster(), FakeModel(), [], set()
+    engine, make = (
+        (model, partial(make_policy, model)) if is_model_here else (Remote(cluster).client, cluster.make_policy)
+    )
+    host, obey = EngineHost(engine), OrderHandler._obey
+
+    def ask(message, timeout_s):
+        try:
+            return host.answer(message)
+        except KeyboardInterrupt:
+            if not is_far:
+                raise
+            raise RuntimeError("the actor was interrupted") from None
+
+    async def interrupted(handler, order, driver):
+        orders.append(order.step)
+        if len(orders) in armed:
+            signal.raise_signal(signal.SIGINT)
+        return await obey(handler, order, driver)
+
+    monkeypatch.setattr(OrderHandler, "_obey", interrupted)
+    refitter = Refitter(HostedEngine(ask))
+    refitter.refit(make(1))
+    assert orders[-1] == "resume"
+    orders.clear()
+    armed.add(place)
+    with pytest.raises((KeyboardInterrupt, EngineLostError)):
+        refitter.refit(make(2))
+    targets = [host._engine.ranks.rank.target] if is_model_here else cluster.targets
+    is_dirty = any(target.is_dirty for target in targets)
+    assert (engine.blocked is not None) == is_dirty
+    assert not is_dirty or "flush" in orders[: place - 1]
+    assert host._handler._holder is None
+    armed.clear()
+    refitter.refit(make(3))
+    assert engine.blocked is None and not any(target.is_dirty for target in targets)
 
 
 def test_policies_arrive_one_after_another(hosted):

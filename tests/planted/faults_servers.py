@@ -62,7 +62,7 @@ FAULTS = [
     ),
     Fault(
         name="parsed under the lock",
-        at="fp8refit/remote/servers/order_handler.py::OrderHandler._answer",
+        at="fp8refit/remote/servers/order_handler.py::OrderHandler._carry_out",
         before="request = OrderRequest.decode(message)\nasync with self._turn:\n    ...",
         after="async with self._turn:\n    request = OrderRequest.decode(message)\n    ...",
         found_by=STATES,

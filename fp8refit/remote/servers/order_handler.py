@@ -69,19 +69,29 @@ class OrderHandler:
     async def _answer(self, message: str) -> Answer | KeyboardInterrupt | SystemExit:
         """An interrupt is returned: raised in a task, it would stop the event loop, and come out of the next order too."""
         try:
+            found = await self._carry_out(message)
+            return found.model_copy(update={"server": self._id, "place": self._place})
+        except (KeyboardInterrupt, SystemExit) as error:
+            return error
+
+    async def _carry_out(self, message: str) -> Answer:
+        try:
             request = OrderRequest.decode(message)
             async with self._turn:
                 await self._check_is_free_for(request.driver)
-                found = await self._obey_watched(request)
+                return await self._obey_watched(request)
         except Exception as error:
             if not isinstance(error, RefitError):
                 logger.exception("an order could not be carried out")
             record = ErrorRecord.of(error)
             self._note(failure=record.kind)
-            found = Answer(error=record)
-        except (KeyboardInterrupt, SystemExit) as error:
-            return error
-        return found.model_copy(update={"server": self._id, "place": self._place})
+            return Answer(error=record)
+
+    async def give_up(self, reason: str) -> None:
+        """End the refit of the driver that holds the server, if one does. It may not know what became of its last order."""
+        async with self._turn:
+            if self._holder is not None:
+                await self._end(reason)
 
     async def _check_is_free_for(self, driver: Caller) -> None:
         if self._holder in (None, driver):
@@ -102,7 +112,7 @@ class OrderHandler:
                 self._silence = asyncio.get_running_loop().call_later(self._silence_s, self._end_soon, reason)
 
     async def _obey(self, order: AnyOrder, driver: Caller) -> Answer:
-        controls = self._controls
+        controls, is_held = self._controls, self._holder is not None
         if isinstance(order, orders.Pause):
             self._since_s = time.monotonic()
             num_requests = await controls.pause(order.config)
@@ -123,6 +133,8 @@ class OrderHandler:
             return Answer(value=int(can_read(order.path)))
         if isinstance(order, orders.Flush):
             await controls.flush_caches()
+        elif isinstance(order, orders.Refuse) and not is_held:
+            await self._end(order.reason)  # its driver does not know whether the ranks are whole
         elif isinstance(order, orders.Refuse):
             await controls.refuse(order.reason)
             self._note(is_dirty=1)
@@ -136,7 +148,7 @@ class OrderHandler:
                     )
                 await self._publish(order.version)
             await controls.resume()
-            self._note(is_dirty=0, **({} if self._holder is None else {"seconds": time.monotonic() - self._since_s}))
+            self._note(is_dirty=0, **({"seconds": time.monotonic() - self._since_s} if is_held else {}))
             self._let_go()
         return Answer()
 
@@ -182,7 +194,7 @@ class OrderHandler:
         try:
             version = await self._whole_version()
             if version is None:
-                await self._controls.refuse(f"{reason}, part way; {_HEALED}")
+                await self._controls.refuse(f"{reason}, part way; {_HEALED}"[: orders.MAX_REASON])
                 return
             if version != self._version:
                 await self._publish(version)
@@ -207,7 +219,7 @@ class OrderHandler:
     async def _whole_version(self) -> int | None:
         """Make every rank drop an unfinished refit. Returns the version that all hold; None if they differ or are dirty."""
         request = messages.Request(id=uuid.uuid4().hex, order=messages.Do(step="close"))
-        answers = await self._send((request.encode(),), (self._silence_s,))
+        answers = await self._send((request.encode(),), (self._silence_s or SILENCE_S,))
         replies = [messages.Reply.model_validate_json(answer) for answer in answers.said]
         versions = {reply.version for reply in replies}
         is_whole = len(versions) == 1 and not any(reply.is_dirty or reply.error for reply in replies)

@@ -284,8 +284,19 @@ def test_a_driver_that_is_dead_is_noticed_in_a_server_with_a_thousand_connection
 
 def test_a_reason_that_is_long_is_cut(running):
     driver = ServerDriver(running.kind(URL))
+    asyncio.run(driver.pause(RefitConfig()))
     asyncio.run(driver.refuse("x" * 1_000_000))
-    assert running.events == ["refuse: " + "x" * orders.MAX_REASON]
+    assert running.events == ["pause", "refuse: " + "x" * orders.MAX_REASON]
+
+
+def test_a_driver_that_holds_no_server_makes_none_refuse_that_holds_a_whole_policy(running):
+    driver = ServerDriver(running.kind(URL))
+    asyncio.run(driver.refuse("the engine is lost"))
+    assert running.events == ["resume"]
+    with pytest.raises(NonFiniteError):
+        Refitter(URL).refit(spoilt(running.cluster.make_policy(1)))
+    asyncio.run(driver.refuse("x" * 1_000_000))
+    assert running.events[-1] == "refuse: " + "x" * orders.MAX_REASON
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "/\0", "/\udcff", "x" * 10_000])
