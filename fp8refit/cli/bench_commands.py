@@ -38,7 +38,7 @@ def bench_refit(
     plot: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for plots.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time refits of a live engine, phase by phase, and the engine's own methods to load new weights."""
+    """Time refits of a live engine, and its own ways to load weights."""
     from fp8refit.bench import RefitBenchConfig, run_refit_bench
     from fp8refit.bench.plots import plot_refits
     from fp8refit.bench.tables import refit_tables
@@ -74,7 +74,7 @@ def bench_kernel(
     device: Annotated[str, typer.Option(help="cuda, or cpu for the torch reference.")] = "cuda",
     as_json: AsJson = False,
 ) -> None:
-    """Time the quantizer alone, by shape, dtype and scale format, and compare with the copy rate."""
+    """Time the quantizer alone, and compare it with the copy rate."""
     from fp8refit.bench import KernelBenchConfig, run_kernel_bench
     from fp8refit.bench.kernel import DEFAULT_SHAPES
     from fp8refit.bench.tables import kernel_table
@@ -122,7 +122,7 @@ def bench_rollout(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time rollouts with BF16 weights, FP8 weights, and FP8 weights with an FP8 KV cache."""
+    """Time rollouts in BF16, in FP8, and with an FP8 KV cache."""
     from fp8refit.bench import RolloutBenchConfig, RolloutBenchResult, run_rollout_bench
     from fp8refit.bench.tables import rollout_table
 

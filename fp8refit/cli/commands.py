@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import typer.core
 from pydantic import ValidationError
-from rich.live import Live
 from rich.markup import escape
-from rich.table import Table
 
 from fp8refit import __version__
 from fp8refit.cli.bench_commands import AsJson, bench
@@ -21,6 +19,7 @@ from fp8refit.cli.console import (
     complain,
     make_console,
     make_table,
+    print_line,
     push_progress,
     show_fields,
     write_json,
@@ -51,7 +50,9 @@ class _Commands(typer.core.TyperGroup):
             raise typer.Exit(EXIT_REFUSED) from error
 
 
-app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -77,7 +78,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and sampling.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Train a small policy on this machine and keep an FP8 engine up to date with it, round by round."""
+    """Train a small policy here and keep an FP8 engine up to date."""
     try:
         from fp8refit.cli.demo import DemoConfig, run_demo
     except ModuleNotFoundError as error:
@@ -102,7 +103,7 @@ def inspect(
     engine: Annotated[str, typer.Option(help="Engine to boot: vllm, transformers, or another installed adapter's.")],
     as_json: AsJson = False,
 ) -> None:
-    """Boot an engine and show what it holds: slots, kernels, formats, and what cannot be refitted."""
+    """Boot an engine and show what of it can be refitted. These are slots, kernels, formats, and refusals."""
     adapter = find_adapter(engine)
     with ended_in_order(), standard_output_to_error(), Refitter(adapter.boot(model)) as refitter:
         layout = refitter.layout()
@@ -117,7 +118,7 @@ def doctor(
     engine: Annotated[str | None, typer.Option(help="Engine to boot, as for `inspect`.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show versions, plugins, GPUs and transports of this machine, and whether an engine can be refitted."""
+    """Say whether this machine, and an engine, can do refits. Shows versions, plugins, GPUs and transports."""
     from fp8refit.cli.doctor import Diagnosis, check_engine, check_machine, show_diagnosis
 
     if engine is not None and target is None:
@@ -156,7 +157,7 @@ def quantize(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the FP8 checkpoint that an engine can boot from, with the bytes that a refit would write."""
+    """Write an FP8 checkpoint for an engine to boot from. It has the bytes that a refit would write."""
     from fp8refit.checkpoint import quantize_checkpoint
 
     options: dict[str, Any] = {
@@ -207,7 +208,7 @@ def push(
     ] = RefitConfig().timeout_s,
     as_json: AsJson = False,
 ) -> None:
-    """Send a checkpoint to running vLLM and SGLang servers, in place.
+    """Send a checkpoint into running vLLM and SGLang servers.
 
     FP8REFIT_API_KEY is sent to servers that require an API key, FP8REFIT_TOKEN to servers that were started with it.
     """
@@ -238,11 +239,11 @@ def _show_demo(config: "DemoConfig") -> "DemoResult":
     from fp8refit.cli.demo import run_demo
 
     console = make_console()
-    table = Table("step", "version", "train", title="held-out loss, nats per byte")
-    for column in ("trainer", "FP8 refitted", "FP8 stale", "refit ms", "GB/s"):
-        table.add_column(column, justify="right")
-    with Live(table, console=console, refresh_per_second=4):
-        result = run_demo(config, on_round=lambda row: table.add_row(*_demo_cells(row)))
+    what = f"Trains a policy of 3 million parameters for {config.steps} steps; refits an FP8 engine every {config.refit_every}."
+    print_line(console, f"{what}\nTakes about a minute with 150 steps on two idle cores. Held-out loss, nats per byte:")
+    names = ("step", "version", "train", "trainer", "refitted", "stale", "refit ms", "GB/s")
+    print_line(console, " ".join(f"{name:>8}" for name in names))
+    result = run_demo(config, on_round=lambda row: print_line(console, " ".join(f"{c:>8}" for c in _demo_cells(row))))
     console.print(f"\n[bold]The refitted engine writes:[/bold]\n{escape(result.sample)}\n", highlight=False)
     console.print(
         f"Held-out loss fell by {result.fall:.1%}; engine and trainer differ by at most {result.gap:.2%}. "

@@ -47,6 +47,7 @@ def write_result(result: Result, show: Callable[[Result], object], *, as_json: b
 def print_line(console: Console, text: str, style: str | None = None) -> None:
     """Print a line as it is. It is not broken, so that names in it can be searched for."""
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    console.file.flush()  # also into a pipe
 
 
 def complain(text: str) -> None:

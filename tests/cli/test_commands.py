@@ -10,6 +10,7 @@ from importlib.metadata import EntryPoints
 
 import pytest
 import torch
+import typer
 from fp8refit_transformers import TransformersEngine, to_block_fp8
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -485,3 +486,20 @@ def test_demo_fails_if_the_loss_did_not_fall(monkeypatch, flags):
     result = run("demo", *flags)
     assert result.exit_code == cli.EXIT_FAILED
     assert "fell by 2.0%" in result.output
+
+
+def commands_of(group, path=()):
+    """The words of a group and of all commands under it."""
+    yield path
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands_of(command, (*path, name))
+
+
+@pytest.mark.parametrize("words", commands_of(typer.main.get_command(cli.app)), ids=" ".join)
+def test_help_at_80_columns_cuts_nothing_and_shows_flags_without_a_type(words):
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(cli.app, [*words, "--help"])
+    text = result.stdout.partition("\n")[2]
+    assert max(map(len, text.splitlines())) <= 80
+    assert "..." not in text and "…" not in text
+    assert re.search(r"^  --help +Show this message", text, re.MULTILINE)
+    assert ("--json" not in text) or re.search(r"^  --json +Write only JSON", text, re.MULTILINE)
