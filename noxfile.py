@@ -234,8 +234,11 @@ def tests_verl(session: nox.Session) -> None:
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """Every fuzzer for `-- --minutes N` in all, shared fairly; `tests_core` runs them shortly."""
+    """Every fuzzer for `-- --minutes N` in all, shared fairly, after a thousand refits of one engine; `tests_core` runs them
+    shortly.
+    """
     install_core(session)
+    session.run("pytest", "tests/test_soak.py", env=ENVIRONMENT | {"FP8REFIT_SOAK": "1000"})
     session.run("python", "-m", "tests.fuzz.run_fuzz", *session.posargs, env=ENVIRONMENT)
 
 

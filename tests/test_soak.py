@@ -1,4 +1,4 @@
-"""A thousand refits of one engine, of every kind, failures among them: nothing grows, nothing moves, no byte is wrong."""
+"""Hundreds of refits of one engine, of every kind, failures among them: nothing grows, nothing moves, no byte is wrong."""
 
 import gc
 import os
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from fp8refit import EngineDirtyError, InvalidSourceError, NonFiniteError, Refitter
 
-NUM_REFITS = int(os.environ.get("FP8REFIT_SOAK", "1000"))
+NUM_REFITS = int(os.environ.get("FP8REFIT_SOAK", "300"))
 NUM_WARM_UP = NUM_REFITS // 5
 MIB = 1 << 20
 PROMPT = torch.arange(2, 14).view(2, 6)
@@ -60,7 +60,7 @@ def live_bytes(engine):
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="asks Linux what the process holds")
-def test_a_thousand_refits_leave_nothing_but_the_last_policy(tmp_path):
+def test_many_refits_leave_nothing_but_the_last_policy(tmp_path):
     engine = to_block_fp8(make_network(9), kv_cache_dtype="fp8")
     refitter = Refitter(engine)
     policies = [make_network(seed).state_dict() for seed in (1, 2)]

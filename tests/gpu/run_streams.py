@@ -91,7 +91,8 @@ def measure(arguments: argparse.Namespace) -> None:
         for suffix, model in models.items():
             ways[f"merged LoRA, rank 64{suffix}"] = lambda model=model: refitter.refit(merged(model))
     if arguments.place == "inside":
-        worker = engine.worker
+        worker, counting = engine.worker, Refitter(llm, count_changes=True)
+        ways["tensors at rest, changes counted"] = lambda: counting.refit(policy)
 
         def update(parts: list) -> None:
             with fp8refit.update(worker) as update:
