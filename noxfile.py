@@ -9,6 +9,7 @@
 - `nox -s trainers`: every client of `tests/trainers.toml`, from its wheel at its pins; writes benchmarks/results/trainers.json
 - `nox -s lint types`
 - `nox -s docs`: the documentation's site in build/site; a warning or a dead link is an error
+- `nox -s pages`: the site in headless Chromium: nothing is cut, loaded from elsewhere or dead
 - `nox -s fuzz -- --minutes 10`: every fuzzer, with new seeds and more examples until the time is over
 - `nox -s zoo`: every model that an engine names and transformers can make small; writes docs/zoo.md
 - `nox -s matrix`: refits, updates and weight transfer on every version in `MATRIX`; writes benchmarks/results/matrix.json
@@ -385,8 +386,21 @@ def types(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation's site into build/site."""
+    build_site(session, *session.posargs)
+
+
+def build_site(session: nox.Session, *options: str) -> None:
     session.install("-c", str(LOCK), *group("docs"), *group("lint"))  # ruff formats signatures
-    session.run("mkdocs", "build", "--strict", *session.posargs)
+    session.run("mkdocs", "build", "--strict", *options)
+
+
+@nox.session
+def pages(session: nox.Session) -> None:
+    """The site in headless Chromium, at two widths; skipped where there is none."""
+    build_site(session)
+    session.install(*group("test-tools"))
+    site = ENVIRONMENT | {"FP8REFIT_SITE": "build/site"}
+    session.run("pytest", "--noconftest", "tests/test_site.py", *session.posargs, env=site)
 
 
 @nox.session

@@ -15,8 +15,8 @@ from fp8refit.bench import code
 ROOT = Path(__file__).parents[1]
 
 
-def load_renderer():
-    spec = importlib.util.spec_from_file_location("render_pages", ROOT / "benchmarks" / "render_pages.py")
+def load_renderer(name="render_pages"):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -39,6 +39,14 @@ def test_no_page_has_a_section_that_nobody_renders():
     assert {page: names for page, names in marked.items() if names} == {
         page: set(sections) for page, sections in RENDERER.render().items()
     }
+
+
+def test_the_picture_is_of_the_readmes_diagram():
+    """And loads nothing."""
+    picture = load_renderer("render_picture")
+    drawn = picture.PICTURE.read_text()
+    assert picture.digest_of(picture.read_source()) in drawn, "run: python benchmarks/render_picture.py"
+    assert set(re.findall(r"https?://[^\"]+", drawn)) == {"http://www.w3.org/2000/svg"}
 
 
 def read(name):
