@@ -55,6 +55,17 @@ def test_an_fsdp_trainer_keeps_the_engine_of_its_first_rank_up_to_date():
     assert [line.split(":")[0] for line in lines] == ["version 1", "version 2", "version 3"]
 
 
+def test_the_short_grpo_is_short_learns_and_leaves_its_engine_equal_to_the_policy():
+    script = EXAMPLES / "grpo_short.py"
+    assert len(script.read_text().splitlines()) <= 150
+    command = [sys.executable, str(script), "--steps", "40"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    lines = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    rewards = [float(re.match(r"version \d+: reward (.+?), k3 ", line)[1]) for line in lines]
+    assert len(rewards) == 5
+    assert rewards[-1] > 1.5 * rewards[0]
+
+
 def test_grpo_learns_from_fp8_rollouts_and_goes_on_where_its_time_was_over(tmp_path):
     arguments = ["--variants", "fp8kv+token", "--steps", "12", "--target", "0.05", "--out", tmp_path]
     command = [sys.executable, EXAMPLES / "grpo.py", *arguments]
