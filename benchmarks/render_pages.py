@@ -1,8 +1,9 @@
-"""Writes the figures in README.md and docs/ from benchmarks/results, and the tables of engines from docs/*.toml.
+"""Writes the figures in README.md and docs/ from benchmarks/results, plots too, and the tables of engines from docs/*.toml.
 
 python benchmarks/render_pages.py
 """
 
+import hashlib
 import json
 import re
 import statistics
@@ -56,8 +57,23 @@ BUILD_PLACES = {
 """Of `run_interleaved.py`."""
 MATRIX = RESULTS / "matrix.json"
 TRAINERS = RESULTS / "trainers.json"
+TRAINER_PAGES = {
+    "trl": ("trl",),
+    "verl": ("verl", "verl-sglang"),
+    "openrlhf": ("openrlhf",),
+    "skyrl": ("skyrl",),
+    "ms-swift": ("ms-swift",),
+    "prime-rl": ("prime-rl", "prime-rl-past-loaders"),
+    "slime": ("slime", "miles"),
+    "nemo-rl": ("nemo-rl", "nemo-rl-sglang"),
+}
+"""Rows of `TRAINERS` by the page that they are on, besides the one with all of them."""
 ENGINES = ROOT / "docs" / "engines.toml"
 FAMILIES = ROOT / "docs" / "families.toml"
+
+
+Row = tuple[str, float, str, float | None, dict[str, Any], Iterable[str]]
+"""What was refitted, its ms, what it is compared with and that one's ms, the result, and what a refit of it runs through."""
 
 
 def render() -> dict[str, dict[str, str]]:
@@ -65,14 +81,13 @@ def render() -> dict[str, dict[str, str]]:
     single, sglang = read(RESULT), read(SGLANG)
     layouts = [read(RESULTS / name) for name in LAYOUTS]
     broadcasts, servers = _read_all(BROADCASTS), _read_all(SERVERS)
-    drop_in, sparse, transfer = read(DROP_IN), read(SPARSE), read(TRANSFER)
+    transfer = read(TRANSFER)
     kv = [read(RESULTS / name.format(shape=shape)) for shape in KV_SHAPES for name in KV.values()]
     traced, mismatches, step = _read_all(TRACED), _read_all(MISMATCH), read(STEP)
     experts, streams, drop_ins, oracle = map(_read_all, (EXPERTS, STREAMS, DROP_INS, ORACLE))
+    trainers = json.loads(TRAINERS.read_text())["rows"]
     return {
-        "README.md": {
-            "highlights": render_highlights(single, sglang, broadcasts, servers, drop_in, sparse, read(OUTSIDE_STREAMS))
-        },
+        "README.md": {"highlights": render_highlights(read_highlights(), single, sglang)},
         "docs/measured.md": {
             "single": render_one(single) + render_ages([single]),
             "layouts": render_layouts(layouts) + render_ages(layouts),
@@ -92,7 +107,15 @@ def render() -> dict[str, dict[str, str]]:
         "docs/sources.md": {"streams": render_streams(streams) + render_ages(streams)},
         "docs/drop-in.md": {
             "transfers": render_drop_ins(drop_ins) + render_ages(drop_ins),
-            "trainers": render_trainers(json.loads(TRAINERS.read_text())["rows"]),
+            "trainers": render_trainers(trainers),
+        },
+        **{
+            f"docs/trainer-{page}.md": {"trainers": render_trainers([row for row in trainers if row["name"] in names])}
+            for page, names in TRAINER_PAGES.items()
+        },
+        "docs/hardware.md": {
+            "gpus": render_gpus(_read_all("*.json")),
+            "largest": render_largest(layouts, experts, broadcasts),
         },
         "docs/speed.md": {"interleaved": render_interleaved(_read_all(INTERLEAVED))},
         "docs/servers.md": {
@@ -102,7 +125,14 @@ def render() -> dict[str, dict[str, str]]:
     }
 
 
-def render_highlights(
+def read_highlights() -> list[Row]:
+    """From the committed results."""
+    broadcasts, servers = _read_all(BROADCASTS), _read_all(SERVERS)
+    others = (read(file) for file in (DROP_IN, SPARSE, OUTSIDE_STREAMS))
+    return highlights(read(RESULT), read(SGLANG), broadcasts, servers, *others)
+
+
+def highlights(
     single: dict[str, Any],
     sglang: dict[str, Any],
     broadcasts: list[dict[str, Any]],
@@ -110,7 +140,7 @@ def render_highlights(
     drop_in: dict[str, Any],
     sparse: dict[str, Any],
     streams: dict[str, Any],
-) -> str:
+) -> list[Row]:
     """The README's rows: what a refit takes in each setting, and what it is compared with; fast ways, then slow ones."""
     transfer, updates = drop_in["ways"]["trl"]["median_ms"], sparse["places"]["inside"]["ms"]
     outside = {name: float(_median_of(streams["places"]["outside"]["ms"], name)) for name in OUTSIDE}
@@ -119,53 +149,55 @@ def render_highlights(
     vllm, theirs = single["against_reload_weights"], sglang["against_update_weights_from_tensor"]
     sent = next(found for found in broadcasts if "to 1 vLLM engine(s) of 1 rank(s)" in found["what"])
     served = next(found for found in servers if "vllm server" in found["what"])
-    rows = [
+    reload_ms = float(_median_of(updates, f"{RELOAD_WEIGHTS} of the same stream"))
+    failed = f"{served['keep']['failed_requests']} of {served['keep']['requests']} requests failed"
+    return [
         (
             "vLLM in the trainer's process, cache flush excluded",
             vllm["ours_plan_fill_verify_ms_median"],
-            f"vLLM's `reload_weights`: {vllm['reload_weights_ms_median']:.0f} ms",
+            "vLLM's `reload_weights`: {:.0f} ms",
+            vllm["reload_weights_ms_median"],
             single,
             INSIDE,
         ),
         (
             "SGLang",
             theirs["ours_wall_ms_median"],
-            f"quantize, `update_weights_from_tensor`: {theirs['theirs_from_bf16_ms_median']:.0f} ms",
+            "quantize, `update_weights_from_tensor`: {:.0f} ms",
+            theirs["theirs_from_bf16_ms_median"],
             sglang,
             PARTS,
         ),
         (
             "broadcast to vLLM on another GPU",
             1e3 * sent["seconds"]["fp8"],
-            f"BF16 on the wire: {1e3 * sent['seconds']['bf16']:.1f} ms",
+            "BF16 on the wire: {:.1f} ms",
+            1e3 * sent["seconds"]["bf16"],
             sent,
             PARTS,
         ),
-        (
-            "vLLM server answering 16 clients",
-            1e3 * served["keep"]["push_s"],
-            f"{served['keep']['failed_requests']} of {served['keep']['requests']} requests failed",
-            served,
-            PARTS,
-        ),
+        ("vLLM server answering 16 clients", 1e3 * served["keep"]["push_s"], failed, None, served, PARTS),
         (
             "TRL sending one tensor at a time, with the drop-in",
             transfer["drop-in"],
-            f"without it: {transfer[VLLMS_RELOAD]:.0f} ms",
+            "without it: {:.0f} ms",
+            transfer[VLLMS_RELOAD],
             drop_in,
             INSIDE,
         ),
         (
             "Qwen3-30B-A3B in buckets, inside the worker",
             buckets_ms,
-            f"vLLM's `reload_weights`: {float(_median_of(updates, f'{RELOAD_WEIGHTS} of the same stream')):.0f} ms",
+            "vLLM's `reload_weights`: {:.0f} ms",
+            reload_ms,
             sparse,
             INSIDE,
         ),
         (
             "slow: Qwen3-30B-A3B by a generator",
             float(_median_of(updates, "generator")),
-            f"in buckets: {buckets_ms:.1f} ms",
+            "in buckets: {:.1f} ms",
+            buckets_ms,
             sparse,
             INSIDE,
         ),
@@ -173,7 +205,8 @@ def render_highlights(
             (
                 f"slow: {what}, vLLM in another process",
                 outside[name],
-                f"{beside}: {again_ms:.1f} ms",
+                f"{beside}: {{:.1f}} ms",
+                again_ms,
                 streams,
                 PARTS,
             )
@@ -183,11 +216,15 @@ def render_highlights(
             )
         ),
     ]
+
+
+def render_highlights(rows: list[Row], single: dict[str, Any], sglang: dict[str, Any]) -> str:
+    """The README's table."""
     compared = [single["equal_to_fresh_boot"], sglang["equal_to_fresh_boot"]]
     equals = "equals" if all(map(is_equal, compared)) else "does NOT equal"
     table = "".join(
-        f"| {what}{f' {OLD}' if changed_since(found, parts) else ''} | **{ms:.1f} ms** | {beside} |\n"
-        for what, ms, beside, found, parts in rows
+        f"| {what}{f' {OLD}' if changed_since(found, parts) else ''} | **{ms:.1f} ms** | {beside.format(beside_ms)} |\n"
+        for what, ms, beside, beside_ms, found, parts in rows
     )
     return (
         f"Qwen3-8B shape, {single['gpu']}, medians. First two rows: the refitted engine {equals} a fresh "
@@ -423,6 +460,65 @@ def worst(deviations: dict[str, Any], which: str = "calm") -> float:
 def percent(share: float) -> str:
     """With one decimal."""
     return f"{share:.1%}"
+
+
+SHAPE = re.compile(r"qwen3-[\d.]+b(?:-a3b)?|qwen3-moe-small|deepseek-v3-4layers|deepseek-small")
+
+
+def render_gpus(results: list[dict[str, Any]]) -> str:
+    """Which GPUs ran, with which engines and models."""
+    found: dict[tuple[str, str], tuple[set[str], set[str]]] = {}
+    for result in results:
+        for engine in ("vllm", "sglang") if str(result.get("gpu")).startswith("NVIDIA") else ():
+            if version := result.get("versions", {}).get(engine):
+                versions, shapes = found.setdefault((_card(result["gpu"]), engine), (set(), set()))
+                versions.add(version)
+                said = (result["file"], result.get("what", ""), result.get("config", {}).get("model", ""))
+                shapes.update(SHAPE.findall(" ".join(said)))
+    rows = [
+        f"| {card} | {engine_name(engine)} {', '.join(sorted(versions))} | {', '.join(sorted(shapes, key=_size_of))} |"
+        for (card, engine), (versions, shapes) in sorted(found.items())
+    ]
+    cards = sorted({card for card, _ in found})
+    return (
+        f"Only the {' and the '.join(cards)} ran. Models are the published shapes with random weights.\n\n"
+        "| GPU | engine | shapes |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
+    )
+
+
+def _size_of(shape: str) -> tuple[bool, float, str]:
+    """Dense models of one family first, by size."""
+    size = re.search(r"-([\d.]+)b", shape)
+    return size is None, float(size[1]) if size else 0.0, shape
+
+
+def engine_name(engine: str) -> str:
+    """For people."""
+    return {"vllm": "vLLM", "sglang": "SGLang"}[engine]
+
+
+def render_largest(
+    layouts: list[dict[str, Any]], experts: list[dict[str, Any]], broadcasts: list[dict[str, Any]]
+) -> str:
+    """Layouts of several GPUs, and what each was compared with."""
+    rows = [
+        (f"vLLM, qwen3-8b shape, tensor parallel {tp} in other processes", tp, found["equal_to_fresh_boot"])
+        for tp, found in _of_layout(layouts, "tensor_parallel").items()
+        if tp != "1"
+    ]
+    for tp, ranks in _of_layout(layouts, "external_launcher").items():
+        equal = {key: all(rank["equal_to_fresh_boot"] for rank in ranks) for key in EQUALITIES}
+        rows.append((f"vLLM, qwen3-8b shape, tensor parallel {tp}, `external_launcher`", tp, equal))
+    for result in experts:
+        if "equal_to_fresh_boot" in result and not name_of(result["what"]).endswith("1"):
+            found = result["equal_to_fresh_boot"].values()
+            equal = {key: all(each[key] for each in found) for key in EQUALITIES}
+            rows.append((name_of(result["what"]), name_of(result["what"]).split()[-1], equal))
+    lines = [f"| {name} | {num} | {'equal' if is_equal(equal) else 'NOT equal'} |" for name, num, equal in rows]
+    for result in broadcasts:
+        num = 1 + int(result["what"].partition("of ")[2].partition(" of ")[2].split()[0])
+        lines.append(f"| {plain(result['what'])} | {num}, the trainer's among them | not compared |")
+    return "| layout | GPUs | compared with a fresh boot |\n| --- | ---: | --- |\n" + "\n".join(lines) + "\n"
 
 
 def read_engines() -> list[dict[str, Any]]:
@@ -810,6 +906,96 @@ def _oracle_row(found: dict[str, Any]) -> str:
     return f"| {' | '.join(map(str, cells))} |\n"
 
 
+MUCH = 10
+"""Bars that differ by more are drawn over a logarithmic axis."""
+Bar = tuple[str, float, bool]
+"""A label, ms, and whether it is a refit."""
+
+
+def figures() -> dict[str, tuple[str, list[Bar]]]:
+    """What is drawn into docs/figures: a title and bars, by the picture's name."""
+    single, sglang = read(RESULT), read(SGLANG)["against_update_weights_from_tensor"]
+    layouts = [read(RESULTS / name) for name in LAYOUTS]
+    versus = single["against_reload_weights"]
+    pairs = [row for row in read_highlights() if row[3] is not None and not row[0].startswith("slow")]
+    beside = [
+        bar
+        for what, ms, said, beside_ms, *_ in pairs
+        for bar in ((what, ms, True), (said.partition(": ")[0].replace("`", ""), float(beside_ms or 0), False))
+    ]
+    ways = [
+        ("vLLM, refit", versus["ours_plan_fill_verify_ms_median"], True),
+        ("vLLM, reload_weights", versus["reload_weights_ms_median"], False),
+        ("SGLang, refit", sglang["ours_wall_ms_median"], True),
+        ("SGLang, quantize and update_weights_from_tensor", sglang["theirs_from_bf16_ms_median"], False),
+        *(
+            (f"SGLang, FP8 already, buckets: {row['buckets']}", row["ms_median"], False)
+            for row in sglang["theirs"]
+            if row["flush"]
+        ),
+    ]
+    refits = [
+        (f"tensor parallel {tp}", found["fifty_refits"]["wall_ms_median"], True)
+        for tp, found in _of_layout(layouts, "tensor_parallel").items()
+    ]
+    refits += [
+        (f"tensor parallel {tp}, weights on every GPU", max(rank["wall_ms_median"] for rank in ranks), True)
+        for tp, ranks in _of_layout(layouts, "external_launcher").items()
+    ]
+    first = [
+        (
+            f"{name_of_traced(found)}{'' if is_proved(found) else ', not proved'}",
+            1e3 * found["first_refit"]["wall_s"],
+            True,
+        )
+        for found in _read_all(TRACED)
+    ]
+    (large,) = (found for found in _read_all(EXPERTS) if "single" in found)
+    many = [
+        ("refit, experts one by one", large["single"]["wall_ms_median"], True),
+        ("refit, experts stacked", large["stacked"]["wall_ms_median"], True),
+        ("vLLM's reload_weights", large["reload_weights_ms_median"], False),
+    ]
+    return {
+        "highlights.png": ("Until an engine serves new weights", beside),
+        "measured_ways.png": ("Qwen3-8B shape, one H200", ways),
+        "measured_layouts.png": ("Refits of vLLM in other processes, Qwen3-8B shape, H200s", refits),
+        "measured_first.png": ("First refits", first),
+        "measured_experts.png": ("vLLM, Qwen3-30B-A3B shape, one H200", many),
+    }
+
+
+def name_of_traced(found: dict[str, Any]) -> str:
+    """An engine, a shape and a GPU, for people."""
+    engine, shape = found["what"].partition(" shape")[0].split(", ")
+    return f"{engine_name(engine)}, {shape}, {_card(found['gpu'])}"
+
+
+def digest_of(title: str, bars: list[Bar]) -> str:
+    """A digest of what is drawn, kept in the picture's metadata."""
+    return hashlib.sha256(json.dumps([title, bars]).encode()).hexdigest()
+
+
+def draw(title: str, bars: list[Bar], file: Path) -> None:
+    """Horizontal bars."""
+    from matplotlib.figure import Figure
+
+    axes = Figure(figsize=(8, 1.1 + 0.3 * len(bars)), layout="constrained").add_subplot()
+    drawn = axes.barh(range(len(bars)), [ms for _, ms, _ in bars], color=["C0" if ours else "C7" for *_, ours in bars])
+    axes.bar_label(drawn, labels=[f" {ms:.1f} ms" for _, ms, _ in bars], fontsize="small")
+    axes.set_yticks(range(len(bars)), [label for label, *_ in bars], fontsize="small")
+    axes.invert_yaxis()
+    least, most = min(ms for _, ms, _ in bars), max(ms for _, ms, _ in bars)
+    if is_logarithmic := most > MUCH * least:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("")
+    axes.set_xlim(least / 2 if is_logarithmic else 0, most * (most / least) ** 0.2 if is_logarithmic else most * 1.2)
+    axes.set_xlabel("ms, medians; blue: fp8refit, grey: what it is compared with")
+    axes.set_title(title, fontsize="medium")
+    axes.figure.savefig(file, dpi=130, metadata={"Source": digest_of(title, bars)})
+
+
 def read(file: Path) -> dict[str, Any]:
     """A result, and the name of its file."""
     result: dict[str, Any] = json.loads(file.read_text())
@@ -882,3 +1068,5 @@ def splice(page: str, sections: dict[str, str]) -> str:
 if __name__ == "__main__":
     for name, sections in render().items():
         (ROOT / name).write_text(splice((ROOT / name).read_text(), sections))
+    for name, (title, bars) in figures().items():
+        draw(title, bars, ROOT / "docs" / "figures" / name)

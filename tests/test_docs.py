@@ -110,7 +110,7 @@ def test_what_examples_import_from_fp8refit_is_there(name):
 
 def commands_of(page: Path) -> Iterator[list[str]]:
     """Every call of our command line in the page's shell code."""
-    for line in "".join(code_of(page, "bash")).splitlines():
+    for line in "".join(code_of(page, "bash")).replace("\\\n", "").splitlines():
         words = shlex.split(line, comments=True)
         if "fp8refit" in words[:3] and "nox" not in words:
             yield words[words.index("fp8refit") + 1 :]

@@ -1,5 +1,6 @@
 """What a user copies works."""
 
+import ast
 import json
 import os
 import re
@@ -7,8 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
-QUICKSTART = Path(__file__).parents[1] / "docs" / "quickstart.md"
+DOCS = Path(__file__).parents[1] / "docs"
+QUICKSTART = DOCS / "quickstart.md"
+
+
+def blocks_of(page, language):
+    return re.findall(rf"^```{language}\n(.+?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
 def test_the_transformers_loop_serves_every_version():
@@ -34,11 +42,41 @@ def test_the_quickstart_runs_as_it_stands_and_prints_what_it_says():
     assert "fp8refit/fill_s " in result.stdout
 
 
+@pytest.mark.parametrize("page", ["trainer-lora.md", "trainer-megatron.md"])
+def test_the_script_of_a_trainers_page_prints_what_the_page_says(page):
+    """But for what follows it, which needs ranks."""
+    (script, *_), (said,) = blocks_of(page, "python"), blocks_of(page, "text")
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == said
+
+
+@pytest.mark.parametrize(
+    ("page", "example"), [("trainer-fsdp2.md", "fsdp_trainer.py"), ("trainer-ray.md", "ray_trainer.py")]
+)
+def test_what_a_trainers_page_shows_of_an_example_is_in_it(page, example):
+    whole = [line.strip() for line in (EXAMPLES / example).read_text().splitlines()]
+    for block in blocks_of(page, "python"):
+        shown = [line.strip() for line in block.splitlines()]
+        assert any(whole[start : start + len(shown)] == shown for start in range(len(whole))), block
+
+
+def test_the_script_for_trl_sets_only_what_the_test_with_trl_sets():
+    """`nox -s tests_trl` runs it there."""
+    (script,) = blocks_of("trainer-trl.md", "python")
+    tested = (DOCS.parent / "tests" / "vllm" / "trl_steps.py").read_text()
+    calls = [node for node in ast.walk(ast.parse(script)) if isinstance(node, ast.Call)]
+    settings = {keyword.arg for call in calls for keyword in call.keywords}
+    assert len(settings) > 8
+    assert {name for name in settings if not re.search(rf"\b{name}\b", tested)} == set()
+
+
 def test_a_weight_synchronizer_for_nemo_rl_refits_and_says_what_failed():
     script = str(EXAMPLES / "nemo_rl_synchronizer.py")
     lines = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert lines[:3] == [f"version {version}, stale: False" for version in (1, 2, 3)]
-    assert lines[3].startswith("refused, stale: True: weight sync failed: NaN or Inf in 1 tensor(s): lm_head.weight")
+    *said, refused = blocks_of("trainer-nemo-rl.md", "text")[0].splitlines()
+    assert lines[:3] == said == [f"version {version}, stale: False" for version in (1, 2, 3)]
+    assert lines[3].startswith(refused)
 
 
 def test_an_fsdp_trainer_keeps_the_engine_of_its_first_rank_up_to_date():

@@ -49,6 +49,14 @@ def test_the_picture_is_of_the_readmes_diagram():
     assert set(re.findall(r"https?://[^\"]+", drawn)) == {"http://www.w3.org/2000/svg"}
 
 
+def test_plots_are_of_the_committed_results_and_on_a_page():
+    pages = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    for name, (title, bars) in RENDERER.figures().items():
+        drawn = (ROOT / "docs" / "figures" / name).read_bytes()
+        assert RENDERER.digest_of(title, bars).encode() in drawn, "run: python benchmarks/render_pages.py"
+        assert f"figures/{name})" in pages
+
+
 def read(name):
     return json.loads((RENDERER.RESULTS / name).read_text())
 
@@ -63,7 +71,8 @@ def highlights(**changed):
         "sparse": read("streams_vllm_qwen3-30b-a3b_h200.json"),
         "streams": read("streams_vllm_qwen3-8b_h200.json"),
     }
-    return RENDERER.render_highlights(**given | changed)
+    given |= changed
+    return RENDERER.render_highlights(RENDERER.highlights(**given), given["single"], given["sglang"])
 
 
 def test_each_row_of_the_readmes_table_is_from_its_own_result():
