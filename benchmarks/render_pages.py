@@ -334,7 +334,7 @@ def render_layouts(results: list[dict[str, Any]]) -> str:
         "unless the row says otherwise; ranks on other GPUs read them over NVLink, which then sets the pace. *Host* is the "
         "call minus the fill. Rows marked † were measured before the cache reset ran in parallel with the write.\n\n"
         "| vLLM | compared with a fresh boot | refit | host | fill on the weights' own GPU |\n"
-        f"| --- | --- | --- | --- | --- |\n{table}\n\n"
+        f"| --- | --- | ---: | --- | --- |\n{table}\n\n"
         f"`AsyncLLM`, Qwen3-0.6B shape, requests kept through {served['num_refits']} refits: {served['num_kept']} "
         f"interruptions, {served['num_requests_finished']} requests finished, {served['num_requests_unlike_asked']} cut short."
         f"\n\nSource: {links}. To measure again, on four GPUs: `python -m pytest tests/gpu/test_vllm_layouts.py`.\n"

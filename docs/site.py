@@ -27,6 +27,7 @@ PICTURE = "![What a refit does](docs/figures/pipeline.svg)"
 SOURCE = """---
 search:
   exclude: true
+hide: [navigation, toc]
 ---
 # {name}
 

@@ -62,7 +62,7 @@ def test_what_a_trainers_page_shows_of_an_example_is_in_it(page, example):
 
 
 def test_the_script_for_trl_sets_only_what_the_test_with_trl_sets():
-    """`nox -s tests_trl` runs it there."""
+    """Which runs TRL's trainer with a tiny model: `nox -s tests_trl`."""
     (script,) = blocks_of("trainer-trl.md", "python")
     tested = (DOCS.parent / "tests" / "vllm" / "trl_steps.py").read_text()
     calls = [node for node in ast.walk(ast.parse(script)) if isinstance(node, ast.Call)]

@@ -45,6 +45,8 @@ async function look(page, width) {
     page, width,
     body: root.documentElement.scrollWidth,
     cut: parts.filter(is_cut).map((part) => part.textContent.slice(0, 80)),
+    scrolled: parts.filter((part) => part.matches("pre > code") && part.scrollWidth > part.clientWidth + 1)
+      .map((part) => part.textContent.slice(0, 80)),
     loaded: view.performance.getEntriesByType("resource").map((entry) => entry.name),
     ids: [...root.querySelectorAll("[id]")].map((part) => part.id),
     links: [...root.querySelectorAll("a[href], img[src]")].map((part) => part.href || part.src),
@@ -140,6 +142,10 @@ def test_no_page_is_wider_than_the_window_and_nothing_is_cut(seen):
     assert len(seen) > 60
     assert [(page["page"], page["width"], page["body"]) for page in seen if page["body"] > page["width"]] == []
     assert [(page["page"], page["width"], page["cut"]) for page in seen if page["cut"]] == []
+
+
+def test_code_needs_no_scrolling_on_a_wide_window(seen):
+    assert [(page["page"], page["scrolled"]) for page in seen if page["width"] == 1280 and page["scrolled"]] == []
 
 
 def test_nothing_is_loaded_from_elsewhere(seen):
