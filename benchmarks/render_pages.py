@@ -980,7 +980,8 @@ def draw(title: str, bars: list[Bar], file: Path) -> None:
     """Horizontal bars."""
     from matplotlib.figure import Figure
 
-    axes = Figure(figsize=(8, 1.1 + 0.3 * len(bars)), layout="constrained").add_subplot()
+    figure = Figure(figsize=(8, 1.1 + 0.3 * len(bars)), layout="constrained")
+    axes = figure.add_subplot()
     drawn = axes.barh(range(len(bars)), [ms for _, ms, _ in bars], color=["C0" if ours else "C7" for *_, ours in bars])
     axes.bar_label(drawn, labels=[f" {ms:.1f} ms" for _, ms, _ in bars], fontsize="small")
     axes.set_yticks(range(len(bars)), [label for label, *_ in bars], fontsize="small")
@@ -993,7 +994,7 @@ def draw(title: str, bars: list[Bar], file: Path) -> None:
     axes.set_xlim(least / 2 if is_logarithmic else 0, most * (most / least) ** 0.2 if is_logarithmic else most * 1.2)
     axes.set_xlabel("ms, medians; blue: fp8refit, grey: what it is compared with")
     axes.set_title(title, fontsize="medium")
-    axes.figure.savefig(file, dpi=130, metadata={"Source": digest_of(title, bars)})
+    figure.savefig(file, dpi=130, metadata={"Source": digest_of(title, bars)})
 
 
 def read(file: Path) -> dict[str, Any]:

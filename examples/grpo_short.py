@@ -12,6 +12,7 @@ import copy
 import os
 from collections.abc import Callable
 from tempfile import TemporaryDirectory
+from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM is imported: the engine is in this process
 
@@ -50,7 +51,7 @@ def make_policy() -> nn.Module:
 def transformers_engine(policy: nn.Module) -> tuple[object, Sample]:
     from fp8refit_transformers import to_block_fp8
 
-    engine = to_block_fp8(copy.deepcopy(policy))
+    engine: Any = to_block_fp8(copy.deepcopy(policy))
 
     def sample(prompts: Tensor) -> tuple[Tensor, Tensor]:
         said = engine.generate(
@@ -72,7 +73,8 @@ def vllm_engine(policy: nn.Module) -> tuple[object, Sample]:
     from vllm import LLM, SamplingParams
 
     with TemporaryDirectory() as folder:
-        copy.deepcopy(policy).bfloat16().save_pretrained(folder)
+        copied: Any = copy.deepcopy(policy).bfloat16()
+        copied.save_pretrained(folder)
         llm = LLM(folder, quantization="fp8_per_block", skip_tokenizer_init=True, gpu_memory_utilization=0.3)
     options = SamplingParams(max_tokens=ANSWER, ignore_eos=True, logprobs=0, detokenize=False)
 

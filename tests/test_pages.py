@@ -57,6 +57,12 @@ def test_plots_are_of_the_committed_results_and_on_a_page():
         assert f"figures/{name})" in pages
 
 
+def test_every_figure_is_shown():
+    shown = "".join(file.read_text() for file in [ROOT / "README.md", *(ROOT / "docs").glob("*.*[dy]")])
+    figures = [file.name for file in (ROOT / "docs" / "figures").iterdir()]
+    assert [name for name in figures if f"figures/{name})" not in shown] == []
+
+
 def read(name):
     return json.loads((RENDERER.RESULTS / name).read_text())
 

@@ -37,7 +37,6 @@ def test_the_committed_page_and_pictures_are_of_the_committed_results():
     assert is_empty or (renderer.DOCS / "benchmarks.md").read_text() == renderer.render(measured), command
     for name, (_, results) in renderer.figures(measured).items():
         assert digest_of(results).encode() in (renderer.DOCS / "figures" / name).read_bytes(), command
-    assert {file.name for file in (renderer.DOCS / "figures").glob("*")} == renderer.figures(measured).keys(), command
 
 
 @pytest.fixture(scope="module")
