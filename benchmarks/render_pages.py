@@ -517,7 +517,7 @@ def render_largest(
     lines = [f"| {name} | {num} | {'equal' if is_equal(equal) else 'NOT equal'} |" for name, num, equal in rows]
     for result in broadcasts:
         num = 1 + int(result["what"].partition("of ")[2].partition(" of ")[2].split()[0])
-        lines.append(f"| {plain(result['what'])} | {num}, the trainer's among them | not compared |")
+        lines.append(f"| {plain(result['what'])}, the trainer's GPU counted | {num} | not compared |")
     return "| layout | GPUs | compared with a fresh boot |\n| --- | ---: | --- |\n" + "\n".join(lines) + "\n"
 
 
@@ -992,7 +992,8 @@ def draw(title: str, bars: list[Bar], file: Path) -> None:
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_formatter("")
     axes.set_xlim(least / 2 if is_logarithmic else 0, most * (most / least) ** 0.2 if is_logarithmic else most * 1.2)
-    axes.set_xlabel("ms, medians; blue: fp8refit, grey: what it is compared with")
+    colours = "" if all(is_ours for *_, is_ours in bars) else "; blue: fp8refit, grey: what it is compared with"
+    axes.set_xlabel(f"ms{colours}")
     axes.set_title(title, fontsize="medium")
     figure.savefig(file, dpi=130, metadata={"Source": digest_of(title, bars)})
 
