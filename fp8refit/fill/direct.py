@@ -18,6 +18,7 @@ from fp8refit.fill.plan import Step
 from fp8refit.fill.program import Flags, Launched, Program
 from fp8refit.fill.row_tasks import cut_to_run
 from fp8refit.fill.tasks import Maxima, bind
+from fp8refit.fill.together import share_scales
 from fp8refit.kernels import Action, Task
 from fp8refit.kernels.products import LowRank, ProductKind, kind_of
 from fp8refit.kernels.rows import can_merge
@@ -57,10 +58,11 @@ class DeviceTensor:
 class _Known:
     """The layout of one tensor of the table."""
 
-    __slots__ = ("alignment", "device", "dtype", "place", "product", "shape", "stride")
+    __slots__ = ("alignment", "device", "dtype", "place", "product", "shape", "stride", "waits")
 
-    def __init__(self, place: int, tensor: Tensor, product: LowRank | None) -> None:
-        self.place = place
+    def __init__(self, place: int, arrived: DeviceTensor) -> None:
+        tensor, product = arrived.tensor, arrived.product
+        self.place, self.waits = place, share_scales(arrived.steps)
         self.product = _kind_of(tensor, product) if product is not None else None
         self.shape, self.stride, self.dtype, self.device = source_layout(tensor)
         self.alignment = tensor.data_ptr() % ALIGNMENT_BYTES
@@ -181,9 +183,18 @@ class DirectFill:
         self._num_grouped = 0
 
     def place_of(self, key: str, tensor: Any, product: LowRank | None = None) -> int | None:
-        """The table's place for a tensor and its product; None if they are not recognized."""
+        """The table's place for a tensor and its product; None if they are not recognized, or wait for others."""
         known = self._known.get(key)
-        return known.place if known is not None and known.fits(tensor, product) else None
+        return known.place if known is not None and not known.waits and known.fits(tensor, product) else None
+
+    def place_together(self, arrived: Sequence[DeviceTensor]) -> None:
+        """Give tensors that have waited for each other their places, if they follow each other in the table, too."""
+        known = [self._known.get(each.key) for each in arrived]
+        places = [at.place for at, each in zip(known, arrived, strict=True) if at is not None and at.fits(each.tensor)]
+        are_there = len(places) == len(arrived) and len(_runs(places)) == 1
+        for number, each in enumerate(arrived):
+            each.place = places[number] if are_there else None
+            each.is_kept = not any(known)
 
     def may_merge(self, name: str) -> bool:
         """False if it is known that a tensor's product cannot be added while the tensor is quantized."""
@@ -271,7 +282,7 @@ class DirectFill:
             program.table.launch(check=self._config.validate_values != "off", action=self._action)
             program.table.release()
             if is_kept:
-                known = [(each.key, _Known(at, each.tensor, each.product)) for at, each in enumerate(part)]
+                known = [(each.key, _Known(at, each)) for at, each in enumerate(part)]
                 self._new.append((program, known))
 
     def _tasks(self, arrived: DeviceTensor) -> list[Task]:

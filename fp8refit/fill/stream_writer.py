@@ -255,11 +255,10 @@ class StreamWriter:
         """Fill from a tensor whose slots may share scales with others, once all of these are there."""
         ready = self._together.add(shared, shared.steps)
         direct = self._direct
-        there = [each for each in ready if direct is not None and each.tensor.device == direct.device]
-        if len(there) == len(ready):
-            self._waiting += [
-                DeviceTensor(name=each.name, tensor=each.tensor, steps=each.steps, is_kept=False) for each in there
-            ]
+        if direct is not None and all(each.tensor.device == direct.device for each in ready):
+            there = [DeviceTensor(name=each.name, tensor=each.tensor, steps=each.steps) for each in ready]
+            direct.place_together(there)
+            self._waiting += there
             if is_lent:
                 self._fill_waiting()
             return

@@ -1,27 +1,18 @@
 """Keeps tensors of a stream whose slots share a scale, until all of them are there: only then it is known."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Generic, TypeAlias, TypeVar
 
 from fp8refit.fill.plan import Step
 from fp8refit.live.slots import Op, Slot
 
 ItemT = TypeVar("ItemT")
+Group: TypeAlias = tuple[int, int]
 
 
 def share_scales(steps: Iterable[Step]) -> bool:
     """Whether a tensor goes to slots that may share a scale with others."""
     return any(step.op is Op.MAXIMUM for step in steps)
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class _Waiting(Generic[ItemT]):
-    item: ItemT
-    number: int
-    groups: set[tuple[int, int]]
-    """Those that lack others."""
 
 
 class Together(Generic[ItemT]):
@@ -33,48 +24,54 @@ class Together(Generic[ItemT]):
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
-        self._waiting: dict[tuple[int, int], list[_Waiting[ItemT]]] = {}
-        self._new: list[_Waiting[ItemT]] = []
-        self._num_added = 0
-
-    @cached_property
-    def _lacking(self) -> dict[tuple[int, int], set[int]]:
+        self._lacking: dict[Group, set[int]] | None = None
         """The slots of each group whose tensors have not come. Most engines have no group, and need not be searched."""
-        lacking: dict[tuple[int, int], set[int]] = {}
-        for index, slot in enumerate(self._slots):
-            if slot.group is not None:
-                lacking.setdefault(slot.group, set()).add(index)
-        return lacking
+        self._joined: dict[Group, Group] = {}
+        """The group to which another was joined, since one tensor goes to both: their maxima are known together."""
+        self._waiting: dict[Group, list[tuple[int, ItemT]]] = {}
+        self._new: list[tuple[Group, ItemT]] = []
+        self._num_added = 0
 
     def add(self, item: ItemT, steps: Sequence[Step]) -> list[ItemT]:
         """Add a tensor with its steps. Returns those that lack nothing any more, in the order in which they came."""
-        groups = set(self._groups(steps))
-        for group in groups:
-            self._lacking[group] -= {step.slot for step in steps}
+        if self._lacking is None:
+            self._lacking = _members(self._slots)
+        groups = {self._last(group) for step in steps if (group := self._slots[step.slot].group) is not None}
+        if not groups:
+            return [item]
+        group, *others = groups
+        lacking, waiting = self._lacking[group], self._waiting.setdefault(group, [])
+        for other in others:
+            self._joined[other] = group
+            lacking |= self._lacking.pop(other)
+            waiting += self._waiting.pop(other, [])
+        lacking.difference_update(step.slot for step in steps)
         self._num_added += 1
-        added = _Waiting(item=item, number=self._num_added, groups={group for group in groups if self._lacking[group]})
-        touched = [added]
-        for group in groups - added.groups:
-            for each in self._waiting.pop(group, ()):
-                each.groups.discard(group)
-                touched.append(each)
-        for group in added.groups:
-            self._waiting.setdefault(group, []).append(added)
-        if added.groups:
-            self._new.append(added)
-        return [each.item for each in sorted(touched, key=lambda each: each.number) if not each.groups]
+        waiting.append((self._num_added, item))
+        if lacking:
+            self._new.append((group, item))
+            return []
+        return [each for _, each in sorted(self._waiting.pop(group), key=lambda pair: pair[0])]
 
     def take_new(self) -> list[ItemT]:
         """Return what has come since the last call and still waits."""
         new, self._new = self._new, []
-        return [each.item for each in new if each.groups]
+        return [item for group, item in new if self._lacking and self._lacking[self._last(group)]]
 
     def forget(self) -> None:
         """Let go of what waits."""
         self._waiting.clear()
         self._new.clear()
 
-    def _groups(self, steps: Iterable[Step]) -> Iterator[tuple[int, int]]:
-        for step in steps:
-            if (group := self._slots[step.slot].group) is not None:
-                yield group
+    def _last(self, group: Group) -> Group:
+        while group in self._joined:
+            group = self._joined[group]
+        return group
+
+
+def _members(slots: Sequence[Slot]) -> dict[Group, set[int]]:
+    members: dict[Group, set[int]] = {}
+    for index, slot in enumerate(slots):
+        if slot.group is not None:
+            members.setdefault(slot.group, set()).add(index)
+    return members

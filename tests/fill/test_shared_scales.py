@@ -15,6 +15,7 @@ from fp8refit.config import RefitConfig
 from fp8refit.errors import InvalidSourceError, NonFiniteError, UnsupportedEngineError
 from fp8refit.fill.from_buckets import ReceivedSource
 from fp8refit.fill.plan import PlanBuilder, Step
+from fp8refit.fill.program import Program
 from fp8refit.fill.scratch import place_spans
 from fp8refit.fill.together import Together
 from fp8refit.kernels.reference import quantize_reference
@@ -332,6 +333,47 @@ def test_ten_thousand_may_wait():
     assert ready[:10_000] == [[]] * 10_000
     assert ready[10_000:] == [[number, number + 10_000] for number in range(10_000)]
     assert time.perf_counter() - start_s < 5
+
+
+def test_groups_that_one_tensor_has_in_common_wait_for_each_other():
+    """A stack may hold a matrix of each of two groups: who waits for one waits for what the stack waits for."""
+    scales = torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1)
+    slots = [
+        Slot(name=str(index), full_shape=(1, 1), weight=torch.zeros(1, 1), scale=scales[group], format=PER_TENSOR)
+        for index, group in enumerate((0, 0, 1, 1, 2))
+    ]
+
+    def steps(*indexes: int) -> list[Step]:
+        return [Step(Op.QUANTIZE, "", index, (0, 0), (1, 1), "bfloat16") for index in indexes]
+
+    for names in permutations({"first": (0,), "stack": (1, 2), "last": (3,)}.items()):
+        together = Together[str](slots)
+        ready = [together.add(name, steps(*indexes)) for name, indexes in names]
+        assert ready == [[], [], [name for name, _ in names]]
+        assert together.add("other", steps(4)) == ["other"]
+        assert together.take_new() == []
+
+
+@pytest.mark.parametrize("order", [("q", "norm", "k", "v", "o"), ("o", "q", "k", "v", "norm")])
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (2, 2, 1), (3, 2), (5,)])
+def test_a_stream_that_comes_as_before_compiles_nothing(sizes, order, monkeypatch):
+    compiled, compile_one = [], Program.compile
+    monkeypatch.setattr(
+        Program, "compile", lambda *args, **options: compiled.append(1) or compile_one(*args, **options)
+    )
+    rank, counts = Rank(), []
+    for seed, names in enumerate((order, order, order, order[::-1], order), start=1):
+        policy = policy_of(seed)
+        items = [(name, policy[name].clone()) for name in names]
+        rank.target.begin(rank.target.prepare(PushedSource(None), RefitConfig()))
+        for size in sizes:
+            part, items = items[:size], items[size:]
+            rank.target.push(part)
+        rank.target.finish()
+        rank.target.commit()
+        rank.assert_holds(policy)
+        counts.append(len(compiled))
+    assert counts == [counts[0]] * 3 + [counts[0] + 1] * 2  # in another order, only what waited is compiled anew
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (2, 2, 1), (3, 2), (1, 4), (5,), (2, 1, 2)])

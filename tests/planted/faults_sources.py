@@ -475,8 +475,8 @@ FAULTS = [
     Fault(
         name="a tensor that shares a scale does not wait for the others",
         at="fp8refit/fill/together.py::Together.add",
-        before="self._lacking[group] -= {step.slot for step in steps}",
-        after="self._lacking[group].clear()",
+        before="lacking.difference_update(step.slot for step in steps)",
+        after="lacking.clear()",
         found_by=f"{SHARED} -k before_all_that_is_fused",
     ),
     Fault(

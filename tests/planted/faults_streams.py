@@ -102,9 +102,23 @@ FAULTS = [
     Fault(
         name="a tensor is recognized by its name alone",
         at="fp8refit/fill/direct.py::DirectFill.place_of",
-        before="known is not None and known.fits(tensor, product)",
-        after="known is not None",
+        before="known is not None and not known.waits and known.fits(tensor, product)",
+        after="known is not None and not known.waits",
         found_by="tests/driver/test_update.py -k begins_like",
+    ),
+    Fault(
+        name="a tensor that shares a scale is recognized alone",
+        at="fp8refit/fill/direct.py::DirectFill.place_of",
+        before="known is not None and not known.waits and known.fits(tensor, product)",
+        after="known is not None and known.fits(tensor, product)",
+        found_by="tests/fill/test_shared_scales.py -k as_before",
+    ),
+    Fault(
+        name="tensors that share a scale are recognized wherever they are in the table",
+        at="fp8refit/fill/direct.py::DirectFill.place_together",
+        before="len(places) == len(arrived) and len(_runs(places)) == 1",
+        after="len(places) == len(arrived)",
+        found_by="tests/fill/test_shared_scales.py -k as_before",
     ),
     Fault(
         name="a table that is joined to another keeps its places",
