@@ -26,6 +26,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from urllib.request import urlopen
 
 import nox
 from packaging.requirements import Requirement
@@ -101,8 +102,19 @@ def quick(session: nox.Session) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train a small policy and refit its FP8 engine after every few steps; write fp8refit-demo/demo.png."""
-    session.install(TORCH, TRANSFORMERS, "-e", ".[demo]")
+    session.install(*cpu_wheels(), TORCH, TRANSFORMERS, "-e", ".[demo]")
     session.run("fp8refit", "demo", *session.posargs, env=ENVIRONMENT)
+
+
+def cpu_wheels() -> tuple[str, ...]:
+    """Options for a torch without CUDA, a tenth of the download, where there is no GPU and its index can be reached."""
+    if shutil.which("nvidia-smi"):
+        return ()
+    try:
+        urlopen(f"{CPU_WHEELS[1]}/torch/", timeout=5).close()
+    except OSError:
+        return ()
+    return CPU_WHEELS
 
 
 @nox.session(requires=["tests_core", "tests_vllm", "tests_sglang"], venv_backend="none")

@@ -22,6 +22,11 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _WRITTEN_IN_PART = "The engine holds part of this policy and refuses requests until the next complete refit."
 
 
+def install(extra: str) -> str:
+    """How to install what an extra of fp8refit has, for a message."""
+    return f"pip install '.[{extra}]' in a clone of fp8refit"
+
+
 class RefitError(Exception):
     """Base class of everything fp8refit raises on purpose."""
 

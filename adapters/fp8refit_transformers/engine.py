@@ -13,7 +13,7 @@ from fp8refit.driver.adapters import booting
 from fp8refit.driver.engine import Adapter
 from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.driver.refitter import Refitter
-from fp8refit.errors import EngineBusyError, UnsupportedEngineError
+from fp8refit.errors import EngineBusyError, UnsupportedEngineError, install
 from fp8refit.ranks.rank import Rank
 from fp8refit.ranks.target import Target
 from fp8refit.sources.checkpoints import SafetensorsSource
@@ -74,9 +74,7 @@ class TransformersEngine(Adapter):
         try:
             from transformers import AutoConfig, AutoModelForCausalLM
         except ImportError as error:
-            raise UnsupportedEngineError(
-                "transformers is not installed: pip install '.[transformers]' in a clone of fp8refit"
-            ) from error
+            raise UnsupportedEngineError(f"transformers is not installed: {install('transformers')}") from error
         folder = Path(model)
         with booting(cls.name, model):
             if not (folder / "config.json").is_file():

@@ -9,7 +9,7 @@ from typing import Any
 
 from fp8refit.bench.refit import OURS, RefitBenchResult
 from fp8refit.bench.result import BenchResult
-from fp8refit.errors import UnsupportedEngineError
+from fp8refit.errors import UnsupportedEngineError, install
 
 _DPI = 160
 _INVISIBLE_MS = 0.01
@@ -126,7 +126,7 @@ def _axes(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UnsupportedEngineError("plots need matplotlib: pip install '.[bench]' in a clone of fp8refit") from error
+        raise UnsupportedEngineError(f"plots need matplotlib: {install('bench')}") from error
     return Figure(figsize=(width, height), layout="constrained").add_subplot()
 
 

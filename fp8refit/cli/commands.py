@@ -30,7 +30,7 @@ from fp8refit.cli.show_layout import show_layout
 from fp8refit.config import RefitConfig
 from fp8refit.driver.adapters import find_adapter
 from fp8refit.driver.refitter import Refitter
-from fp8refit.errors import CheckpointError, RefitError, UnsupportedEngineError
+from fp8refit.errors import CheckpointError, RefitError, UnsupportedEngineError, install
 from fp8refit.live.formats import PER_ROW, Container, ScaleFormat
 from fp8refit.live.layout import EngineLayout
 
@@ -72,8 +72,8 @@ def main(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 150,
-    refit_every: Annotated[int, typer.Option(min=1, help="Optimizer steps between refits.")] = 15,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
+    refit_every: Annotated[int, typer.Option(min=1, help="Optimizer steps between refits.")] = 10,
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the chart.")] = Path("fp8refit-demo"),
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and sampling.")] = 0,
     as_json: AsJson = False,
@@ -82,9 +82,7 @@ def demo(
     try:
         from fp8refit.cli.demo import DemoConfig, run_demo
     except ModuleNotFoundError as error:
-        raise UnsupportedEngineError(
-            f"the demo needs {error.name}: pip install '.[demo]' in a clone of fp8refit"
-        ) from error
+        raise UnsupportedEngineError(f"the demo needs {error.name}: {install('demo')}") from error
     with options_checked():
         config = DemoConfig(steps=steps, refit_every=refit_every, out=out, seed=seed)
     make_folder(out, "--out")
@@ -240,7 +238,7 @@ def _show_demo(config: "DemoConfig") -> "DemoResult":
 
     console = make_console()
     what = f"Trains a policy of 3 million parameters for {config.steps} steps; refits an FP8 engine every {config.refit_every}."
-    print_line(console, f"{what}\nTakes about a minute with 150 steps on two idle cores. Held-out loss, nats per byte:")
+    print_line(console, f"{what}\n100 steps take less than a minute on two idle cores. Held-out loss, nats per byte:")
     names = ("step", "version", "train", "trainer", "refitted", "stale", "refit ms", "GB/s")
     print_line(console, " ".join(f"{name:>8}" for name in names))
     result = run_demo(config, on_round=lambda row: print_line(console, " ".join(f"{c:>8}" for c in _demo_cells(row))))

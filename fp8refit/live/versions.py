@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 
-from fp8refit.errors import UnsupportedEngineError
+from fp8refit.errors import UnsupportedEngineError, install
 from fp8refit.live.seams import Seam
 
 
@@ -89,10 +89,8 @@ class Versions:
                 self.require(seam)
             yield
         except ImportError as error:
-            extra = self.engine.lower()
-            raise UnsupportedEngineError(
-                f"{self.engine} is not installed ({error}); pip install '.[{extra}]' in a clone of fp8refit"
-            ) from error
+            hint = install(self.engine.lower())
+            raise UnsupportedEngineError(f"{self.engine} is not installed ({error}); {hint}") from error
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -116,14 +117,14 @@ class RenamedSource:
     """A stream under the engine's names. It can do what the stream can, but ranks cannot read its files themselves."""
 
     def __init__(self, source: Source, names: Names) -> None:
-        self._source, self._names = source, names
-        self.is_repeatable = source.is_repeatable
+        self._source, self._names, self.is_repeatable = source, names, source.is_repeatable
         if isinstance(source, RandomAccess):
-            self.pick = self._pick
+            self.pick = partial(self._pick, source)
         if isinstance(source, InPieces):
-            self.pieces = self._pieces
+            self.pieces: Callable[[int], Iterator[Any]] = lambda max_bytes: under(names, source.pieces(max_bytes))
         if isinstance(source, MakesPieces):
-            self.recipes, self.make = self._recipes, source.make
+            self.recipes: Callable[[int], Iterator[Any]] = lambda max_bytes: under(names, source.recipes(max_bytes))
+            self.make = source.make
 
     def scan(self) -> tuple[Mapping[str, TensorMeta], Sequence[str]] | None:
         """Describe what will come; see `Source.scan`."""
@@ -138,16 +139,7 @@ class RenamedSource:
         """Yield name and tensor, one at a time."""
         return ((self._names[name], tensor) for name, tensor in self._source)
 
-    def _pick(self, names: Iterable[str]) -> Mapping[str, Tensor]:
-        scanned, wanted = self._source.scan(), set(names)
-        assert scanned is not None and isinstance(self._source, RandomAccess), "it can be read in any order"
-        sent = [name for name in scanned[0] if self._names[name] in wanted]
-        return {self._names[name]: tensor for name, tensor in self._source.pick(sent).items()}
-
-    def _pieces(self, max_bytes: int) -> Iterator[Any]:
-        assert isinstance(self._source, InPieces), "it has pieces"
-        return under(self._names, self._source.pieces(max_bytes))
-
-    def _recipes(self, max_bytes: int) -> Iterator[Any]:
-        assert isinstance(self._source, MakesPieces), "it has recipes"
-        return under(self._names, self._source.recipes(max_bytes))
+    def _pick(self, source: RandomAccess, names: Iterable[str]) -> Mapping[str, Tensor]:
+        wanted, (metadata, _) = set(names), self._source.scan() or ({}, ())
+        sent = [name for name in metadata if self._names[name] in wanted]
+        return {self._names[name]: tensor for name, tensor in source.pick(sent).items()}

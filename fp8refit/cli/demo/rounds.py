@@ -15,19 +15,19 @@ GREATEST_GAP = 0.05
 class DemoConfig(BaseModel, frozen=True, extra="forbid"):
     """The size of the demo."""
 
-    steps: int = Field(default=150, ge=1)
+    steps: int = Field(default=100, ge=1)
     """Optimizer steps in total."""
-    refit_every: int = Field(default=15, ge=1)
+    refit_every: int = Field(default=10, ge=1)
     """Optimizer steps between refits."""
     out: Path = Path("fp8refit-demo")
     """Folder for `demo.png`."""
     seed: int = Field(default=0, ge=0, lt=1 << 32)
-    batch_size: int = Field(default=16, ge=1)
+    batch_size: int = Field(default=8, ge=1)
     window_bytes: int = Field(default=129, ge=2)
     """Length of one training example."""
-    num_held_out: int = Field(default=32, ge=1)
+    num_held_out: int = Field(default=16, ge=1)
     """Held-out examples, the same in every round."""
-    sample_bytes: int = Field(default=240, ge=1)
+    sample_bytes: int = Field(default=120, ge=1)
     """Length of the text sampled at the end."""
 
 
