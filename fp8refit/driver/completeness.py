@@ -2,6 +2,7 @@
 arrived.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from enum import Enum
 from itertools import islice
@@ -48,7 +49,7 @@ class Claims(BaseModel, frozen=True):
             aliases=inventory.aliases,
             stacks={stack.name: tuple(stack.parts) for stack in inventory.stacked},
             buffers=inventory.buffers,
-            shared=frozenset(slot.name for slot in inventory.slots if slot.group is not None),
+            shared=_sharing(inventory),
         )
 
     @classmethod
@@ -69,6 +70,12 @@ class Claims(BaseModel, frozen=True):
             buffers=frozenset[str]().union(*(rank.buffers for rank in ranks)),
             shared=frozenset[str]().union(*(rank.shared for rank in ranks)),
         )
+
+
+def _sharing(inventory: Inventory) -> frozenset[str]:
+    """The names of a rank's slots that share a scale with another slot."""
+    groups = Counter(slot.group for slot in inventory.slots if slot.group is not None)
+    return frozenset(slot.name for slot in inventory.slots if slot.group is not None and groups[slot.group] > 1)
 
 
 class Kind(Enum):

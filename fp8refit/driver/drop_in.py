@@ -111,12 +111,16 @@ def _alone(call: Callable[Concatenate["DropIn", P], T]) -> Callable[Concatenate[
     def alone(drop_in: "DropIn", /, *args: P.args, **kwargs: P.kwargs) -> T:
         with drop_in._calls.during(drop_in, lambda: 0.0) as is_held:
             if not is_held:
-                raise EngineBusyError(
+                raise _SecondCallError(
                     "weights are being loaded in another call, which goes on; load them in one thread, one call after the other"
                 )
             return call(drop_in, *args, **kwargs)
 
     return alone
+
+
+class _SecondCallError(EngineBusyError):
+    """A call came while another one of the same drop-in was not over."""
 
 
 class DropIn:
@@ -185,6 +189,8 @@ class DropIn:
             try:
                 with also_as_sent(self._names):
                     return self._load(weights)
+            except _SecondCallError:  # another thread's; what is being received goes on
+                raise
             except Exception as error:  # noqa: BLE001 - raised by `receiving`
                 self._late = _without_frames(error)
         return set()
@@ -416,6 +422,9 @@ class DropIn:
         """
         stream, version = self._stream, self._rank.target.version
         if not stream.may_begin(name, is_served=True):
+            if not stream.is_comparable(name):
+                why = "came after the policy was whole, and shares a scale with others; send it earlier, or never"
+                raise InvalidSourceError([f"{name}: {why}"])
             if not self._holds(name, tensor):
                 self._open()
                 problem = f"{name}: came after the policy was whole, and is not as the engine has it"

@@ -96,7 +96,8 @@ class ReceivedFill(Fill):
         if that is asked.
         """
         for ordinal, bucket in enumerate(source.buckets):
-            tasks: dict[Action, list[tuple[str, Task]]] = {}
+            # In the order in which they run: what is compared is what the bucket itself may have brought.
+            tasks: dict[Action, list[tuple[str, Task]]] = {Action.WRITE: [], Action.COUNT: [], Action.COMPARE: []}
             portions = bucket.portions(source.buffer(ordinal))
             placed = ((source.tensors[run.tensor], each) for run in bucket.runs for each in run.placements)
             for tensor, part, portion in (
@@ -104,7 +105,7 @@ class ReceivedFill(Fill):
             ):
                 view = part.view(portion)
                 if part.name in kept.tensors:
-                    tasks.setdefault(Action.WRITE, []).append((_blamed(tensor, part), kept.copy(part, view)))
+                    tasks[Action.WRITE].append((_blamed(tensor, part), kept.copy(part, view)))
                 elif part.name in kept.spans:
                     kept.tensors_here[part.name] = view
                 for step in () if part.name in kept.names else steps.get(part.name, ()):
@@ -112,10 +113,10 @@ class ReceivedFill(Fill):
                     if task is None:
                         continue
                     action = Action.COMPARE if step in seconds else Action.COUNT
-                    tasks.setdefault(action, []).append((_blamed(tensor, part), task))
+                    tasks[action].append((_blamed(tensor, part), task))
                     if action.writes:
                         lacking[step] -= prod(task.shape)
-            work = [(action, Program.compile(found, device)) for action, found in tasks.items()]
+            work = [(action, Program.compile(found, device)) for action, found in tasks.items() if found]
             if ready := kept.ready(ordinal):
                 whole: list[tuple[str, Task]] = []
                 for name in ready:

@@ -77,7 +77,7 @@ class TritonTable(WorkTable):
         """For each task whether its values are bad; and after these flags, for each how many elements and scales differ."""
         self._host_status = torch.zeros(self._status.shape, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self._status_view = self._host_status.numpy()
-        self._counts_view = self._status_view[1:].reshape(-1, 2)
+        self._counts_view = self._status_view[1:].reshape(-1, 2).view(np.uint32)
         self._are_changes = False
         """Whether they are of what was written over."""
         self._arrays = self._matrix.there, self._tile_rows, self._status[0], self._status[1:], self._products.there

@@ -456,17 +456,17 @@ def test_between_marks_a_tensor_may_come_again_only_as_it_was(site):
     assert site.is_dirty
 
 
+def share(shard):
+    """One scale for the rows of q and k, and one for all of o."""
+    scales = dict.fromkeys((Q_PROJ, K_PROJ), torch.zeros(1, 1)) | {O_PROJ: torch.zeros(1, 1)}
+    shard._slots = [
+        replace(slot, scale=scales[slot.name], format=PER_TENSOR) if slot.name in scales else slot
+        for slot in shard.slots()
+    ]
+
+
 @pytest.fixture
 def shared():
-    """An engine with one scale for the rows of q and k, and one for all of o."""
-    scales = dict.fromkeys((Q_PROJ, K_PROJ), torch.zeros(1, 1)) | {O_PROJ: torch.zeros(1, 1)}
-
-    def share(shard):
-        shard._slots = [
-            replace(slot, scale=scales[slot.name], format=PER_TENSOR) if slot.name in scales else slot
-            for slot in shard.slots()
-        ]
-
     return Site("alone", change=share)
 
 
@@ -505,6 +505,19 @@ def test_a_tensor_that_shares_a_scale_and_comes_again_belongs_to_another_policy(
     assert f"{Q_PROJ}: sent twice, and its scale is shared" in str(error)
     shared.each(DropIn.end)
     assert shared.is_dirty
+
+
+@pytest.mark.parametrize("kept", [(O_PROJ,), (Q_PROJ, K_PROJ)])
+def test_what_is_kept_and_comes_after_the_rest_leaves_no_engine_dirty(kept):
+    """What alone has its scale is compared. Of others, nobody can say whether the engine has them so."""
+    site = Site("alone", change=share, keep=kept)
+    policy = site.cluster.make_policy(1)
+    rest = [(name, tensor) for name, tensor in policy.items() if name not in kept]
+    for version in (1, 2, 3):
+        site.load([*rest, *((name, policy[name]) for name in kept if version == 1)])
+        ((outcome,),) = site.load([(kept[0], policy[kept[0]])])
+        assert site.cluster.states == [(False, version)]
+        assert len(kept) == 1 or "came after the policy was whole, and shares a scale with others" in str(outcome)
 
 
 def test_requests_are_told_what_a_policy_still_misses(site):
@@ -930,6 +943,24 @@ def test_a_call_within_another_is_refused_and_the_other_one_goes_on(is_thread, c
     site.assert_holds(policy, 1)
     site.load_policy(policy, size=2)
     site.assert_holds(policy, 2)
+
+
+def test_a_call_while_something_is_received_is_refused_and_the_rest_is_received():
+    site = Site("alone")
+    policy = site.cluster.make_policy(1)
+    (drop_in,), items = site.drop_ins, list(policy.items())
+
+    def lend():
+        for number, item in enumerate(items[:3]):
+            if number == 2:
+                (refusal,) = together([lambda: drop_in.load(items[:1])])
+                assert isinstance(refusal, EngineBusyError)
+            yield item
+
+    with drop_in.receiving():
+        drop_in.load(lend())
+        drop_in.load(items[3:])
+    site.assert_holds(policy, 1)
 
 
 @pytest.mark.parametrize("attempt", range(5))

@@ -114,6 +114,27 @@ def test_an_interrupt_in_any_order_leaves_an_engine_that_serves_or_is_dirty(plac
     assert engine.blocked is None and not any(target.is_dirty for target in targets)
 
 
+@pytest.mark.parametrize("method", ["pause", "resume"])
+def test_an_interrupt_while_requests_are_paused_or_resumed_leaves_an_engine_that_serves(method, hosted):
+    refitter = Refitter(HostedEngine(hosted.ask))
+    refitter.refit(hosted.cluster.make_policy(1))
+    controls, armed = hosted.host._handler._controls, [True]
+    original = getattr(controls, method)
+
+    async def interrupted(*arguments):
+        found = await original(*arguments)
+        if armed:
+            armed.clear()
+            raise KeyboardInterrupt
+        return found
+
+    setattr(controls, method, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        refitter.refit(hosted.cluster.make_policy(2))
+    assert hosted.client.blocked is None and hosted.host._handler._holder is None
+    refitter.refit(hosted.cluster.make_policy(3))
+
+
 def test_policies_arrive_one_after_another(hosted):
     refitter = Refitter(HostedEngine(hosted.ask))
     for version in (1, 2):

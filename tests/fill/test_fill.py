@@ -8,14 +8,17 @@ import torch
 import fp8refit.fill.resident
 import fp8refit.live.layout_guard
 from fp8refit.config import RefitConfig
+from fp8refit.fill.from_buckets import ReceivedSource
 from fp8refit.fill.resident import ResidentFill
 from fp8refit.fill.staging import Staging
 from fp8refit.fill.tasks import bind, misfit_scales
 from fp8refit.kernels import quantize_blockwise
 from fp8refit.kernels.work import Action, have_layouts
 from fp8refit.live.formats import PER_ROW, BlockFormat, ScaleFormat
-from fp8refit.live.slots import Op, Slot, Stacked, TensorMeta
+from fp8refit.live.slots import Inventory, Op, Slot, Stacked, TensorMeta
+from fp8refit.ranks.target import Target
 from fp8refit.sources.source import MappingSource
+from fp8refit.transport.collective.buckets import WireTensor, lay_out, take_buffers
 from tests.fakes import FakeModel, assert_holds, bytes_of, compile_plan, live_bytes, make_policy, prequantize
 
 CPU = torch.device("cpu")
@@ -322,3 +325,33 @@ def test_bind_copies_mismatched_scales_only_when_asked():
     slot, source = slots[step.slot], tensors[step.source]
     assert bind(step, slot, source, RefitConfig()).format.scale_format is ScaleFormat.UE8M0
     assert bind(step, slot, source, RefitConfig(on_scale_mismatch="copy")).format.scale_format is ScaleFormat.FP32
+
+
+@pytest.mark.parametrize("count", [False, True])
+def test_what_came_under_another_name_is_compared_once_its_bucket_is_written(count):
+    """A bucket may begin with a second name whose first one came before, and bring another pair whole."""
+    slots = tuple(Slot(name=name, full_shape=(64, 64), weight=torch.zeros(64, 64).bfloat16()) for name in "xyab")
+    inventory = Inventory(slots=slots, aliases={"a2": "a", "b2": "b"})
+    target = Target(lambda: inventory, device=torch.device("cpu"), engine="fake", versions={})
+    names = ("x", "y", "a", "a2", "b", "b2")
+    wires = [WireTensor(name=name, shape=(64, 64), dtype="bfloat16") for name in names]
+    layouts = lay_out(wires, 3 * slots[0].weight.nbytes + 2048)
+    assert [[wires[run.tensor].name for run in each.runs] for each in layouts] == [["x", "y", "a"], ["a2", "b", "b2"]]
+    source = ReceivedSource(wires, layouts, take_buffers(layouts, torch.device("cpu"), remedy=""))
+    for version in (1, 2):
+        policy = {name: torch.randn(64, 64).bfloat16() for name in "xyab"}
+        prepared = target.prepare(source, RefitConfig(count_changes=count))
+        target.begin(prepared)
+        for ordinal, layout in enumerate(layouts):
+            portions = layout.portions(source.buffer(ordinal))
+            for part, portion in (
+                (part, portions[placed.portion])
+                for run in layout.runs
+                for placed in run.placements
+                for part in placed.parts
+            ):
+                part.view(portion).copy_(policy[part.name[0]])
+            target.push()
+        target.finish()
+        assert target.commit() == version
+        assert all(torch.equal(slot.weight, policy[slot.name]) for slot in slots)

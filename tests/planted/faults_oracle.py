@@ -64,8 +64,8 @@ FAULTS = [
     Fault(
         name="a version is published before its policy is whole",
         at="fp8refit/remote/servers/order_handler.py::OrderHandler._obey",
-        before="num_requests = await controls.pause(order.config)",
-        after="await self._publish(self._version + 1)\nnum_requests = await controls.pause(order.config)",
+        before="return Answer(value=await controls.pause(order.config))",
+        after="await self._publish(self._version + 1)\nreturn Answer(value=await controls.pause(order.config))",
         found_by=SGLANG,
     ),
     Fault(

@@ -192,7 +192,7 @@ FAULTS = [
     ),
     Fault(
         name="engine waits for a driver that died",
-        at="fp8refit/remote/servers/order_handler.py::OrderHandler._end",
+        at="fp8refit/remote/servers/order_handler.py::OrderHandler._settle",
         before="await self._controls.resume()",
         found_by=STATES,
     ),

@@ -11,7 +11,7 @@ import select
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from fp8refit.errors import EngineBusyError, RankFailedError, RefitError
 from fp8refit.remote.protocol import messages
@@ -115,9 +115,12 @@ class OrderHandler:
         controls, is_held = self._controls, self._holder is not None
         if isinstance(order, orders.Pause):
             self._since_s = time.monotonic()
-            num_requests = await controls.pause(order.config)
-            self._hold_for(driver, order.config.timeout_s + SILENCE_S)
-            return Answer(value=num_requests)
+            self._hold_for(driver, order.config.timeout_s + SILENCE_S)  # before, so that what interrupts it is ended
+            try:
+                return Answer(value=await controls.pause(order.config))
+            except Exception:
+                self._let_go()
+                raise
         if isinstance(order, orders.Send):
             if len(order.messages) > 1 and self._holder is None:  # any other holder was refused before
                 raise RankFailedError(
@@ -134,18 +137,20 @@ class OrderHandler:
         if isinstance(order, orders.Flush):
             await controls.flush_caches()
         elif isinstance(order, orders.Refuse) and not is_held:
-            await self._end(order.reason)  # its driver does not know whether the ranks are whole
+            await self._settle(order.reason, "hello")  # its driver does not know whether the ranks are whole
         elif isinstance(order, orders.Refuse):
             await controls.refuse(order.reason)
             self._note(is_dirty=1)
             self._let_go()
         elif isinstance(order, orders.Resume):
+            held = self._version if is_held else await self._whole_version("hello")
+            is_late = order.version is not None and (order.version < self._least if is_held else order.version != held)
+            if held is None or is_late:
+                raise RankFailedError(
+                    f"an order to serve version {order.version} came again or too late: the server is at version "
+                    f"{self._version}, and its ranks {'are dirty' if held is None else f'hold version {held}'}; refit again"
+                )
             if order.version is not None:
-                if order.version < self._least:
-                    raise RankFailedError(
-                        f"an order to serve version {order.version} came again or too late: the server is at version "
-                        f"{self._version}; refit again"
-                    )
                 await self._publish(order.version)
             await controls.resume()
             self._note(is_dirty=0, **({"seconds": time.monotonic() - self._since_s} if is_held else {}))
@@ -189,15 +194,20 @@ class OrderHandler:
 
     async def _end(self, reason: str) -> None:
         self._let_go()
+        self._note(failure="driver")
+        await self._settle(reason, "close")
+
+    async def _settle(self, reason: str, ask: Literal["hello", "close"]) -> None:
+        """Serve if the ranks hold a whole policy; otherwise refuse requests. See `_whole_version`."""
         logger.warning("%s; its refit is given up", reason)
-        self._note(failure="driver", is_dirty=1)
+        self._note(is_dirty=1)
         try:
-            version = await self._whole_version()
+            version = await self._whole_version(ask)
             if version is None:
                 await self._controls.refuse(f"{reason}, part way; {_HEALED}"[: orders.MAX_REASON])
                 return
             if version != self._version:
-                await self._publish(version)
+                await self._publish(version, counts=ask == "close")
             await self._controls.resume()
             self._note(is_dirty=0)
         except Exception as error:
@@ -210,15 +220,16 @@ class OrderHandler:
     async def _send(self, texts: Sequence[str], timeouts_s: Sequence[float]) -> Answers:
         return await (await self._controls.send(texts, timeouts_s, begins=False))
 
-    async def _publish(self, version: int) -> None:
+    async def _publish(self, version: int, *, counts: bool = True) -> None:
+        """Tell the engine its version. It counts as a refit, unless nobody refits the server: then a drop-in has."""
         await self._controls.publish_version(version)
-        if version != self._version:
+        if counts and version != self._version:
             self._note(version=version)
         self._version = self._least = version
 
-    async def _whole_version(self) -> int | None:
-        """Make every rank drop an unfinished refit. Returns the version that all hold; None if they differ or are dirty."""
-        request = messages.Request(id=uuid.uuid4().hex, order=messages.Do(step="close"))
+    async def _whole_version(self, ask: Literal["hello", "close"]) -> int | None:
+        """The version that all ranks hold; None if they differ or are dirty. `close` makes them drop an unfinished refit."""
+        request = messages.Request(id=uuid.uuid4().hex, order=messages.Do(step=ask))
         answers = await self._send((request.encode(),), (self._silence_s or SILENCE_S,))
         replies = [messages.Reply.model_validate_json(answer) for answer in answers.said]
         versions = {reply.version for reply in replies}

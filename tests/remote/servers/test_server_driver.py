@@ -260,6 +260,20 @@ def test_an_order_to_resume_that_comes_again_sets_no_older_version(is_paused, ru
     assert running.events[-1] == "resume"
 
 
+@pytest.mark.parametrize("version", [1, None])
+def test_an_order_to_resume_that_comes_late_makes_no_dirty_server_serve(version, running, server):
+    refitter, policy = Refitter(URL), running.cluster.make_policy(1)
+    refitter.refit(policy)
+    with pytest.raises(NonFiniteError):
+        refitter.refit(policy | {Q_PROJ: torch.full_like(policy[Q_PROJ], torch.nan)})
+    events = list(running.events)
+    with pytest.raises(RankFailedError, match=r"came again or too late: .* its ranks are dirty"):
+        server.post(Resume(version=version), timeout_s=5)
+    assert running.events == events
+    refitter.refit(policy)
+    assert running.events[-1] == "resume"
+
+
 def test_a_driver_that_dies_before_it_writes_lets_requests_go_on(running):
     driver, process = dying_driver()
     give(running, pause(), driver)
