@@ -107,7 +107,7 @@ class CollectiveConfig(BaseModel, frozen=True, extra="forbid"):
     BF16 if its slots differ in format or cut through its blocks."""
 
 
-class RefitConfig(BaseModel, frozen=True, extra="forbid"):
+class RefitConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """How a `Refitter` works. The defaults suit a trainer with BF16 or fp32 master weights."""
 
     validate_values: Validate = Field(default="fused", alias="validate")
@@ -173,6 +173,16 @@ class RefitConfig(BaseModel, frozen=True, extra="forbid"):
     @classmethod
     def _one_or_several(cls, patterns: Any) -> Any:
         return (patterns,) if isinstance(patterns, str) else patterns
+
+
+def _described(model: type[BaseModel]) -> str:
+    """A docstring with every option, for `help`."""
+    fields = ((field.alias or name, field.description or "") for name, field in model.model_fields.items())
+    said = (f"    {name}: {' '.join(description.split())}" for name, description in fields)
+    return "\n".join([f"{model.__doc__}\n\nOptions:", *said])
+
+
+RefitConfig.__doc__ = _described(RefitConfig)
 
 
 class Options(TypedDict, total=False):

@@ -19,7 +19,7 @@ _LONGEST_PART = 3
 _PADDED = re.compile(r"(?:embed\w*|lm_head)\.weight: has shape \[(\d+)(, \d+)\], this engine's is \[(\d+)\2\]$")
 """Rows for a vocabulary, which trainers pad so that it divides by the number of ranks."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-_WRITTEN_IN_PART = "The engine holds part of this policy and refuses requests until the next complete refit."
+WRITTEN_IN_PART = "The engine holds part of this policy and refuses requests until the next complete refit."
 
 
 def install(extra: str) -> str:
@@ -51,7 +51,7 @@ class InvalidSourceError(RefitError, ValueError):
         """Tell a trainer about it that has other names for some tensors."""
         count = len(self.problems)
         listing = "".join(f"\n  - {line}" for line in told(self.problems, sent))
-        consequence = f"\n{_WRITTEN_IN_PART}" if self.written else ""
+        consequence = f"\n{WRITTEN_IN_PART}" if self.written else ""
         self.args = (f"the source cannot be used ({count} problem{'s' * (count != 1)}):{listing}{consequence}",)
 
 
@@ -70,7 +70,7 @@ class NonFiniteError(RefitError, ValueError):
 
     def tell(self, sent: Mapping[str, str]) -> None:
         """Tell a trainer about it that has other names for some tensors."""
-        consequence = _WRITTEN_IN_PART if self.written else "Nothing was written."
+        consequence = WRITTEN_IN_PART if self.written else "Nothing was written."
         listing = ", ".join(_as_sent(name, sent) for name in self.names)
         self.args = (f"NaN or Inf in {len(self.names)} tensor(s): {listing}. {consequence}",)
 
@@ -203,15 +203,17 @@ def told(problems: Sequence[str], sent: Mapping[str, str] = MappingProxyType({})
         ...                  + [f"layers.{i}.weight: missing" for i in range(30)]):
         ...     print(line)
         30 of 30 unexpected names begin with `actor.` and fit without it; pass rename=("actor.", "")
-        actor.layers.{0..29}.weight: unexpected, this engine has no such weight; leave it out (30 names)
-        layers.{0..29}.weight: missing (30 names)
     """
     names: dict[str, list[str]] = {UNEXPECTED: [], MISSING: []}
+    for name, what in map(_split, problems):
+        names.get(what, []).append(name)
+    found = list(_in_common(names[UNEXPECTED], names[MISSING], sent))
+    explained = {name for _, some in found for name in some}
     lines = []
     for problem in problems:
         name, what = _split(problem)
-        if what in names:
-            names[what].append(name)
+        if what in names and name in explained:
+            continue
         padded = _PADDED.search(problem)
         advice = (
             f"; cut the rows of padding, tensor[:{padded[3]}]" if padded and int(padded[1]) > int(padded[3]) else ""
@@ -222,12 +224,12 @@ def told(problems: Sequence[str], sent: Mapping[str, str] = MappingProxyType({})
     shown, rest = lines[:MOST_LINES], lines[MOST_LINES:]
     if rest:
         shown.append(f"... and {len(rest)} more lines; `problems` of this error has all {len(problems)}")
-    in_common = list(_in_common(names[UNEXPECTED], names[MISSING], sent))
-    if names[MISSING] and not names[UNEXPECTED]:
+    unexpected, missing = ([name for name in some if name not in explained] for some in names.values())
+    if missing and not unexpected:
         shown.append("if the trainer never changes what is missing, name it in keep=, and the engine keeps its values")
-    elif names[UNEXPECTED] and not names[MISSING]:
+    elif unexpected and not missing:
         shown.append("what is sent too much may come if ignore= names it")
-    return [*in_common, *shown]
+    return [*(line for line, _ in found), *shown]
 
 
 def prefixes_for(name: str, needed: Collection[str]) -> str | None:
@@ -298,23 +300,44 @@ def _as_sent(name: str, sent: Mapping[str, str]) -> str:
     return f"{name} (sent as {sent[name]})" if name in sent else name
 
 
-def _in_common(unexpected: Sequence[str], missing: Sequence[str], sent: Mapping[str, str]) -> Iterator[str]:
-    """Say what most names have too much, or lack, compared with those that the engine needs, and what to do."""
+def _in_common(
+    unexpected: Sequence[str], missing: Sequence[str], sent: Mapping[str, str]
+) -> Iterator[tuple[str, Collection[str]]]:
+    """Say what most names have too much, or lack, compared with those that the engine needs, and what to do; and of which."""
     if not unexpected or not missing:
         return
     if part := _part(unexpected, missing):
         said = f"{len(part.longer)} of {len(unexpected)} unexpected names {part.where} and fit without it"
-        yield f"{said}; {_remedy(part, unexpected, missing, sent, is_added=True) or 'send them without it'}"
     elif part := _part(missing, unexpected):
         said = f"{len(part.longer)} of {len(missing)} missing names {part.where} and were sent without it"
-        yield f"{said}; {_remedy(part, unexpected, missing, sent, is_added=False) or 'send them with it'}"
     elif shifted := _shifted(unexpected, missing):
-        yield shifted
-    elif len(unexpected) + len(missing) <= MOST_LINES:
-        kinds = {_NUMBER.sub("{}", name): name for name in reversed(unexpected)}
-        for name in reversed(kinds.values()):
-            for closest in get_close_matches(name, missing, n=1, cutoff=0.9):
-                yield f"{name} is unexpected, and {closest} is missing: is it misspelt?"
+        yield shifted, (*unexpected, *missing)
+        return
+    explained: Collection[str] = ()
+    if part:
+        is_added = part.longer[0] in unexpected
+        remedy, explained = _remedy(part, unexpected, missing, sent, is_added=is_added)
+        yield f"{said}; {remedy}", explained
+    rest = ([name for name in names if name not in explained] for names in (unexpected, missing))
+    yield from _misspelt(*rest, part)
+
+
+def _misspelt(
+    unexpected: Sequence[str], missing: Sequence[str], part: "_Part | None"
+) -> Iterator[tuple[str, Collection[str]]]:
+    """Say which names are nearly missing ones, once for all that differ in numbers only."""
+    sent, needed = (dict[str, list[str]](), dict[str, list[str]]())
+    for names, kinds in ((unexpected, sent), (missing, needed)):
+        for name in names:
+            kinds.setdefault(_NUMBER.sub("{}", name), []).append(name)
+    if max(len(sent), len(needed)) > MOST_LINES:
+        return
+    for kind, names in sent.items():
+        as_needed = kind.replace(part.part, "", 1) if part else kind
+        for closest in get_close_matches(as_needed, needed, n=1, cutoff=0.9):
+            count = f" ({len(names)} names)" if len(names) > 1 else ""
+            said = f"{names[0]} is unexpected, and {needed[closest][0]} is missing: is it misspelt?{count}"
+            yield said, (*names, *needed[closest])
 
 
 @dataclass(slots=True)
@@ -329,13 +352,13 @@ class _Part:
     shorter: list[str] = field(default_factory=list)
 
     def pairs(self, unexpected: Sequence[str], *, is_added: bool) -> list[tuple[str, str]]:
-        """Prefixes to rename, so that no other unexpected name changes; none if it has no one place."""
+        """Prefixes to rename, so that no name changes that fits as it is; none if it has no one place."""
         if self.front is None:
             return []
         long, short = self.front + self.part, self.front
         old, names = (long, self.longer) if is_added else (short, self.shorter)
         ends = {""}
-        if not old or sum(name.startswith(old) for name in unexpected) > len(names):
+        if not old or (not is_added and sum(name.startswith(old) for name in unexpected) > len(names)):
             ends = {"".join(name[len(old) :].partition(".")[:2]) for name in names}
         return [(long + end, short + end) if is_added else (short + end, long + end) for end in sorted(ends)]
 
@@ -365,30 +388,29 @@ def _part(longer: Collection[str], shorter: Collection[str]) -> _Part | None:
 
 def _remedy(
     part: _Part, unexpected: Sequence[str], missing: Sequence[str], sent: Mapping[str, str], *, is_added: bool
-) -> str | None:
-    """The options that make what was sent fit; None if they cannot be told."""
+) -> tuple[str, Collection[str]]:
+    """What makes what was sent fit, such as options to pass; and the names that it is for."""
+    explained = {*part.longer, *part.shorter}
     pairs = part.pairs(unexpected, is_added=is_added)
     if not pairs and is_added:
         made = f"replace('.{part.part}', '.')" if part.part[-1] == "." else f"removesuffix('.{part.part}')"
-        return f"pass rename=lambda name: name.{made}"
+        return f"pass rename=lambda name: name.{made}", explained
     if not pairs:
-        return None
+        return "send them with it", explained
     said = ", ".join(f'("{old}", "{new}")' for old, new in pairs)
     said = f"add {said} to rename=" if sent else f"pass rename={said if len(pairs) == 1 else f'({said})'}"
-    explained = {*part.longer, *part.shorter}
     more, lacking = ([name for name in names if name not in explained] for names in (unexpected, missing))
     if bool(more) != bool(lacking) and (pattern := _pattern(more or lacking, explained)):
-        said += f' and {"ignore" if more else "keep"}="{pattern}"'
-    return said
+        said += f' and ignore="{pattern}"' if more else f' and, if these never change, keep="{pattern}"'
+        explained.update(more, lacking)
+    return said, explained
 
 
 def _pattern(names: Sequence[str], others: Iterable[str]) -> str | None:
-    """A pattern for all of some names, and none of the others."""
-    if len(names) == 1:
-        return names[0]
+    """A pattern for all of some names, which are more than one, and none of the others."""
     ends = zip(min(names).split("."), max(names).split("."), strict=False)
     front = "".join(f"{piece}." for piece, other in takewhile(lambda pair: pair[0] == pair[1], ends))
-    return f"{front}*" if front and not any(name.startswith(front) for name in others) else None
+    return f"{front}*" if front and len(names) > 1 and not any(name.startswith(front) for name in others) else None
 
 
 def _stretches(length: int) -> Iterator[tuple[int, int]]:

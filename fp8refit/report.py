@@ -206,7 +206,7 @@ class RefitReport(BaseModel, frozen=True):
             *([("ranks", str(len(self.ranks)))] if len(self.ranks) > 1 else []),
             *([("scales", f"{len(self.kv.scales)} KV")] if self.kv is not None else []),
             *([("scales", f"{self.num_old_scales} old")] if self.num_old_scales else []),
-            *((kind, f"{num / of:.2%} new") for kind, (num, of) in self.changed.items()),
+            *((kind, f"{num:,} new") for kind, (num, _) in self.changed.items()),
             *((name, f"{seconds * 1e3:.3f} ms") for name, seconds in self.phases_s.items()),
             ("total", f"{self.total_s * 1e3:.3f} ms"),
         ]

@@ -14,6 +14,7 @@ from fp8refit import __version__
 from fp8refit.cli.console import complain, make_console, make_table
 from fp8refit.driver.adapters import find_adapters, name_adapters
 from fp8refit.driver.drop_in import DropInOptions
+from fp8refit.errors import by_cause
 from fp8refit.live.layout import EngineLayout
 
 PLUGINS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
@@ -76,7 +77,7 @@ def check_engine(name: str, layout: EngineLayout) -> Iterator[Check]:
         name: What the engine is called.
         layout: What it holds.
     """
-    yield Check(name=name, found=layout.verdict, problem="; ".join(layout.refusals))
+    yield Check(name=name, found=layout.verdict, problem="; ".join(by_cause(layout.refusals)))
     if layout.kv is not None:
         can = "can be calibrated" if layout.kv.scales else "are not used"
         can = "cannot be set; `fp8refit inspect` says why" if layout.kv.refusals else can

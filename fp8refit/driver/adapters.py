@@ -32,7 +32,8 @@ def connect(url: str, *, api_key: str | None = None, token: str | None = None) -
         if server.recognise():
             return server
     raise UnsupportedEngineError(
-        f"{url} is no server of an engine that an installed adapter knows ({name_adapters(kinds)})", broken
+        f"{url} is no server of an engine that an installed adapter knows ({name_adapters(kinds)}); pass its root, without /v1",
+        broken,
     )
 
 

@@ -85,7 +85,7 @@ def attach_engine(candidate: object) -> AttachedEngine:
         UnsupportedEngineError: No installed adapter accepts it.
         EngineLostError: It is a URL where no server answers.
     """
-    if isinstance(candidate, str) and "://" in candidate:
+    if isinstance(candidate, str):
         candidate = connect(candidate)
     holder: _Holder | None = getattr(candidate, _HOLDER, None)
     candidate = holder() or candidate if holder is not None else candidate

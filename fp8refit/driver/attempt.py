@@ -8,7 +8,14 @@ from typing import TypeVar
 from fp8refit.config import Job, KvOrder, RefitConfig
 from fp8refit.driver.attach import AttachedEngine
 from fp8refit.driver.engine import Engine
-from fp8refit.errors import EngineBusyError, EngineDirtyError, EngineLostError, InvalidCalibrationError
+from fp8refit.errors import (
+    WRITTEN_IN_PART,
+    EngineBusyError,
+    EngineDirtyError,
+    EngineLostError,
+    InvalidCalibrationError,
+    RefitError,
+)
 from fp8refit.fill.plan import is_any_of
 from fp8refit.live.turn import IN_USE
 from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues, order_of
@@ -143,6 +150,8 @@ class Attempt:
         if isinstance(error, EngineLostError):
             await engine.refuse(f"the engine is lost ({_describe(error)})")
         elif self.version is not None and ranks.is_dirty:
+            if not isinstance(error, RefitError):  # ours say so themselves
+                error.add_note(f"fp8refit: {WRITTEN_IN_PART}")
             await engine.refuse(
                 f"the last refit failed part way ({_describe(error)}); the next one that succeeds heals it"
             )

@@ -70,7 +70,9 @@ def as_source(state_dict: StateDict, *, manifest: Manifest | None = None) -> Sou
         InvalidSourceError: It is none of these, or a file is missing or unreadable.
     """
     if isinstance(state_dict, nn.Module):
-        raise InvalidSourceError([f"source: is a {type(state_dict).__name__}; pass its state_dict()"])
+        is_peft = hasattr(state_dict, "peft_config")
+        what = "fp8refit.training.peft.merged(model)" if is_peft else "its state_dict()"
+        raise InvalidSourceError([f"source: is a {type(state_dict).__name__}; pass {what}"])
     if manifest is not None and isinstance(state_dict, Mapping | str | Path | list | tuple | Source):
         raise InvalidSourceError(
             ["manifest: is only for iterators and functions; leave it out for a mapping, list or path"]

@@ -273,6 +273,8 @@ def _weights(name: str, layer: Any) -> Iterator[_Weight]:
     """Yield every weight of a layer, unmerged."""
     held = layer._modules
     is_adapted = "base_layer" in held and "lora_A" in held
+    if "base_layer" in held and not is_adapted:
+        return  # the layer in it is another one here
     base = held["base_layer"] if is_adapted else layer
     adapted = vars(layer).get("parameter_name", "weight")
     keys = [key for key, value in base._parameters.items() if value is not None]
@@ -295,7 +297,9 @@ def _layers(module: Any, name: str = "") -> Iterator[tuple[str, nn.Module]]:
             continue
         if module._parameters or module._buffers or "base_layer" in held:
             yield name, module
-        if held and not _is_adapted(module):
+        if "base_layer" in held and not _is_adapted(module):
+            todo.append((name, held["base_layer"]))  # what else it holds is its adapter's
+        elif held and not _is_adapted(module):
             prefix = f"{name}." if name else ""
             todo += [(prefix + key, child) for key, child in reversed(held.items()) if child is not None]
 
@@ -325,7 +329,8 @@ def _active(layer: Any) -> list[str]:
 def _problems(layer: Any) -> Iterator[str]:
     """Yield why a layer that wraps another one cannot be merged."""
     if not _is_adapted(layer):
-        yield f"is adapted by {type(layer).__name__}, which is not a LoRA that fp8refit can merge"
+        if not getattr(layer, "merged", False):
+            yield f"is adapted by {type(layer).__module__}.{type(layer).__qualname__}, which is no LoRA"
         return
     inner = [child for child in layer._modules["base_layer"]._modules.values() if child is not None]
     if any(each._parameters or each._buffers for child in inner for each in child.modules()):

@@ -33,6 +33,7 @@ from fp8refit import (
 )
 from fp8refit.driver.attach import Turn
 from fp8refit.driver.local_ranks import LocalRanks
+from fp8refit.errors import WRITTEN_IN_PART
 from fp8refit.report import RankReport
 from tests.fake_kv import K_SCALE, V_SCALE, FakeKvCache
 from tests.fakes import FakeEngine, FakeEntryPoint, FakeModel, assert_holds, live_bytes, make_policy, unchanged
@@ -325,12 +326,9 @@ def test_leaving_the_context_closes_the_engine_and_hides_no_error(context, model
     assert len(closed) == 2
 
 
-@pytest.mark.parametrize("unknown", [{}, "127.0.0.1:8000"], ids=["no engine", "no URL"])
-def test_an_unknown_engine_is_refused(unknown, model):
-    with pytest.raises(
-        UnsupportedEngineError, match=rf"builtins\.{type(unknown).__name__} is not an engine .* \(fake\)"
-    ):
-        Refitter(unknown)
+def test_an_unknown_engine_is_refused(model):
+    with pytest.raises(UnsupportedEngineError, match=r"builtins\.dict is not an engine .* \(fake\)"):
+        Refitter({})
 
 
 def test_options_are_checked(model):
@@ -719,6 +717,24 @@ def test_a_calibration_that_sees_nan_leaves_the_engine_serving_and_a_refit_with_
     assert cache.held == BOOTED
     assert model.events[-1] == "refuse"
     assert_dirty_until_refitted(refitter, model, "the last refit failed part way (CalibrationError")
+
+
+def test_an_error_of_the_trainer_in_a_stream_says_that_the_engine_is_dirty(model):
+    def broken():
+        yield from list(make_policy(model, seed=1).items())[:2]
+        raise ConnectionError("the trainer is gone")
+
+    refitter = Refitter(model)
+    with pytest.raises(ConnectionError) as caught:
+        refitter.refit(broken())
+    assert caught.value.__notes__ == [f"fp8refit: {WRITTEN_IN_PART}"]
+    assert_dirty_until_refitted(refitter, model, "the trainer is gone")
+
+
+@pytest.mark.parametrize("text", ["Qwen/Qwen3-8B", "localhost:8000", "ftp://localhost"])
+def test_a_text_that_is_no_url_is_told(text):
+    with pytest.raises(UnsupportedEngineError, match="is no URL of a server; pass one like"):
+        Refitter(text)
 
 
 def test_scales_written_in_part_are_refused_until_the_next_refit(model, cache, monkeypatch):

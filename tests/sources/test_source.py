@@ -86,6 +86,13 @@ def test_what_is_no_manifest_is_refused(manifest, said):
         as_source(iter(WEIGHTS.items()), manifest=manifest)
 
 
+def with_adapters():
+    """As `peft` marks its models."""
+    model = torch.nn.Linear(2, 2)
+    model.peft_config = {}
+    return model
+
+
 def test_a_tensor_is_no_state_dict():
     with pytest.raises(InvalidSourceError, match="Tensor: not a state dict"):
         as_source(torch.tensor(1.0))
@@ -105,13 +112,14 @@ def test_a_manifest_beside_what_says_it_itself_is_refused(source):
     ("source", "match"),
     [
         (torch.nn.Linear(2, 2), r"is a Linear; pass its state_dict\(\)"),
+        (with_adapters(), r"is a Linear; pass fp8refit\.training\.peft\.merged\(model\)"),
         (torch.nn.Linear(2, 2).parameters(), "instead of a pair"),
         ([torch.ones(2)], "instead of a pair"),
         ({3: torch.ones(2)}, "instead of a pair"),
         (iter([]), "make a new one for every refit"),
         ("/no/such/folder", "does not exist"),
     ],
-    ids=["model", "parameters", "list of tensors", "numbers for names", "exhausted", "no path"],
+    ids=["model", "adapted model", "parameters", "list of tensors", "numbers for names", "exhausted", "no path"],
 )
 def test_what_is_no_state_dict_is_refused_at_once(source, match):
     with pytest.raises(InvalidSourceError, match=match):

@@ -470,3 +470,20 @@ def test_the_refusal_of_a_state_dict_with_adapters_names_what_works(monkeypatch)
     module, _, function = "fp8refit.training.peft.merged".rpartition(".")
     refitter.refit(getattr(import_module(module), function)(model))
     cluster.assert_holds(dict(merged(model)), version=1)
+
+
+def test_an_adapter_that_is_no_lora_is_merged_by_the_library_as_told():
+    torch.manual_seed(0)
+    config = peft.IA3Config(target_modules=["up_proj", "down_proj"], feedforward_modules=["down_proj"])
+    model = peft.get_peft_model(Network().to(torch.bfloat16), config)
+    for name, parameter in model.named_parameters():
+        if "ia3_" in name:
+            nn.init.normal_(parameter, mean=1.0, std=0.1)
+    told = r"is adapted by peft\.tuners\.ia3\.layer\.Linear, which is no LoRA; call model\.merge_adapter"
+    with pytest.raises(InvalidSourceError, match=told):
+        merged(model)
+    expected = own_merge(model)
+    model.merge_adapter()
+    found = dict(merged(model))
+    model.unmerge_adapter()
+    assert_close(found, expected)

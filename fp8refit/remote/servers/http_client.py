@@ -109,7 +109,7 @@ class Server(Connection):
             )
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             raise EngineLostError(
-                f"{self.label} cannot be reached ({type(error).__name__}: {error}); restart it"
+                f"{self.label} cannot be reached ({type(error).__name__}: {error}); check its URL, or restart it"
             ) from error
         if text is None:
             raise UnsupportedEngineError(
