@@ -318,8 +318,8 @@ def _in_common(
         is_added = part.longer[0] in unexpected
         remedy, explained = _remedy(part, unexpected, missing, sent, is_added=is_added)
         yield f"{said}; {remedy}", explained
-    rest = ([name for name in names if name not in explained] for names in (unexpected, missing))
-    yield from _misspelt(*rest, part)
+    left, lacking = ([name for name in names if name not in explained] for names in (unexpected, missing))
+    yield from _misspelt(left, lacking, part)
 
 
 def _misspelt(
@@ -358,7 +358,8 @@ class _Part:
         long, short = self.front + self.part, self.front
         old, names = (long, self.longer) if is_added else (short, self.shorter)
         ends = {""}
-        if not old or (not is_added and sum(name.startswith(old) for name in unexpected) > len(names)):
+        others = sum(name.startswith(old) for name in unexpected) - len(names)
+        if not old or 2 * others > len(names) * is_added:  # some that are misspelt fit neither way
             ends = {"".join(name[len(old) :].partition(".")[:2]) for name in names}
         return [(long + end, short + end) if is_added else (short + end, long + end) for end in sorted(ends)]
 
@@ -401,7 +402,7 @@ def _remedy(
     said = f"add {said} to rename=" if sent else f"pass rename={said if len(pairs) == 1 else f'({said})'}"
     more, lacking = ([name for name in names if name not in explained] for names in (unexpected, missing))
     if bool(more) != bool(lacking) and (pattern := _pattern(more or lacking, explained)):
-        said += f' and ignore="{pattern}"' if more else f' and, if these never change, keep="{pattern}"'
+        said += f' and ignore="{pattern}"' if more else f' and keep="{pattern}" if these never change'
         explained.update(more, lacking)
     return said, explained
 

@@ -69,6 +69,15 @@ def test_an_interrupt_ends_one_order_and_not_the_next(kind, hosted, monkeypatch)
     hosted.cluster.assert_holds(policy, version=2)
 
 
+@pytest.fixture
+def interrupts():
+    """Python's own handler of SIGINT, which a process in the background does not have."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize("is_far", [False, True])
 @pytest.mark.parametrize("is_model_here", [False, True])
 @pytest.mark.parametrize("place", range(1, 9))

@@ -213,7 +213,7 @@ def test_kv_scales_are_set_with_an_update():
 
 def test_nothing_is_loaded_before_or_after_the_block():
     update = fp8refit.update(Site().clients[0])
-    with pytest.raises(EngineDirtyError, match="was not entered"):
+    with pytest.raises(EngineDirtyError, match="was left or not entered"):
         update.load([])
 
 

@@ -41,7 +41,7 @@ def test_a_dirty_server_refuses_at_once_and_is_healed_by_the_next_refit(served):
     assert served["healed"] == served["booted"]
 
 
-def test_refits_are_counted_beside_the_engines_own_metrics(served):
+def test_metrics_of_refits_are_beside_the_engines_own(served):
     counted = served["bad"]["metrics"]
     assert counted['fp8refit_failures_total{kind="NonFiniteError"}'] == counted["fp8refit_is_dirty"] == 1
     assert counted["fp8refit_refits_total"] == counted["fp8refit_version"] == 4
