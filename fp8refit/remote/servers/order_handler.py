@@ -119,7 +119,8 @@ class OrderHandler:
             try:
                 return Answer(value=await controls.pause(order.config))
             except Exception:
-                self._let_go()
+                if not is_held:  # else an earlier pause of this driver lasts, and somebody must end it
+                    self._let_go()
                 raise
         if isinstance(order, orders.Send):
             if len(order.messages) > 1 and self._holder is None:  # any other holder was refused before

@@ -274,6 +274,24 @@ def test_an_order_to_resume_that_comes_late_makes_no_dirty_server_serve(version,
     assert running.events[-1] == "resume"
 
 
+def test_a_pause_that_fails_ends_no_earlier_one(running, server, monkeypatch):
+    async def busy(config):
+        raise EngineBusyError("requests did not finish in time")
+
+    server.post(pause(), timeout_s=5)
+    with monkeypatch.context() as patch:
+        patch.setattr(running.controls, "pause", busy)
+        with pytest.raises(EngineBusyError, match="did not finish"):
+            server.post(pause(), timeout_s=5)
+    assert running.handler._holder is not None
+    server.post(Resume(), timeout_s=5)
+    with monkeypatch.context() as patch:
+        patch.setattr(running.controls, "pause", busy)
+        with pytest.raises(EngineBusyError, match="did not finish"):
+            server.post(pause(), timeout_s=5)
+    assert running.handler._holder is None
+
+
 def test_a_driver_that_dies_before_it_writes_lets_requests_go_on(running):
     driver, process = dying_driver()
     give(running, pause(), driver)
