@@ -53,6 +53,8 @@ MATRIX = {
     "sglang": {"0.5.12": "2.13.0", "0.5.15": "2.13.0", "0.5.17": "2.13.0", "0.5.20": "2.13.0", "0.5.23": "2.13.0"},
 }
 """Versions that are tested, and the torch that each is built for, or runs with; trainers pin several of them."""
+TRITONS = ("3.6.0", "3.7.1")
+"""Of torch 2.11 and 2.13. What they make of a kernel has crashed the assembler that comes with them."""
 MUTANTS = "tests/mutants"
 LOCK = Path("tests/tools-lock.txt")
 """Versions of the group `tools` and of all that it needs, for every Python. `nox -s lock` writes it."""
@@ -171,10 +173,14 @@ def tests_vllm(session: nox.Session) -> None:
 
 @nox.session
 def tests_old_vllm(session: nox.Session) -> None:
-    """The oldest vLLM that runs: refits and the drop-in."""
+    """The oldest vLLM that runs: refits and the drop-in. And Tritons of engines on GPUs: kernels compile."""
     install_vllm_of(session, min(MATRIX["vllm"], key=numbers))
     files = ("tests/vllm/test_refit.py", "tests/vllm/test_drop_in.py")
     session.run("pytest", *files, *SLOWEST, *session.posargs, env=ENVIRONMENT)
+    for triton in TRITONS:
+        session.install(f"triton=={triton}")
+        compiles = ("tests/kernels/test_launches.py", "-k", "compiles", "-o", "timeout=600")
+        session.run("pytest", *compiles, env=ENVIRONMENT | {"FP8REFIT_DTYPES": "bfloat16"})
 
 
 @nox.session

@@ -212,7 +212,8 @@ def _put_codes(code, target_at, mask, WRITE: tl.constexpr, COMPARE: tl.constexpr
     if COMPARE:
         held = tl.load(target_at.to(tl.pointer_type(tl.int8), bitcast=True), mask=mask, other=0)
         is_other = (code.to(tl.int8, bitcast=True) != held) & mask
-        num_other = tl.sum(tl.sum(is_other.to(tl.int32), axis=1), axis=0)
+        # Not a sum of integers: ptxas of CUDA 12.8 to 13.0 dies of what Triton 3.6 and 3.7 make of it beside the store.
+        num_other = tl.sum(tl.sum(tl.where(is_other, 1.0, 0.0), axis=1), axis=0).to(tl.int32)
     if WRITE:
         tl.store(target_at, code, mask=mask)
     return num_other
