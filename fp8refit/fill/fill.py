@@ -38,6 +38,10 @@ class Fill(ABC):
         """Read everything without writing, and return what is flagged. Pushed tensors are not there to be read."""
         return Flags()
 
+    def compile(self) -> None:
+        """Compile the kernels that `launch` runs."""
+        return
+
     @abstractmethod
     def launch(self, begun: torch.cuda.Event | None) -> None:
         """Write what is already on the device. `begun` is recorded right before the first kernel."""

@@ -60,6 +60,11 @@ class Prepared:
         """Wait for the device, and return what was flagged."""
         return Flags.union(fill.read_flags() for fill in self.fills)
 
+    def compile(self) -> None:
+        """Compile the kernels that are launched first."""
+        for fill in self.fills:
+            fill.compile()
+
     def check_values(self) -> None:
         """Read everything without writing.
 

@@ -5,6 +5,7 @@ Buckets arrive in the same few buffers in every refit, so each bucket's table is
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import prod
 
 import torch
@@ -144,6 +145,17 @@ class ReceivedFill(Fill):
         return source is self._source
 
     @override
+    def compile(self) -> None:
+        for planned, program in chain.from_iterable(self._work):
+            check, action = self._done_as(planned)
+            program.table.compile(check=check, action=action)
+
+    def _done_as(self, planned: Action) -> tuple[bool, Action]:
+        """Whether values are checked, and what is done: changes are counted only if that is asked."""
+        is_counted = planned is not Action.COUNT or self._config.count_changes
+        return self._config.validate_values != "off", planned if is_counted else Action.WRITE
+
+    @override
     def launch(self, begun: torch.cuda.Event | None) -> None:
         """Start. Nothing has arrived yet."""
         self._launched.forget()
@@ -157,11 +169,10 @@ class ReceivedFill(Fill):
 
         Takes no tensors.
         """
-        for action, program in self._work[self._num_filled]:
+        for planned, program in self._work[self._num_filled]:
             self._launched.add(program)
-            if action is Action.COUNT and not self._config.count_changes:
-                action = Action.WRITE
-            program.table.launch(check=self._config.validate_values != "off", action=action)
+            check, action = self._done_as(planned)
+            program.table.launch(check=check, action=action)
         self._num_filled += 1
 
     @override

@@ -95,10 +95,17 @@ class ResidentFill(Fill):
         return self.read_flags()
 
     @override
+    def compile(self) -> None:
+        self._program.table.compile(check=self._checks, action=self._action)
+
+    @override
     def launch(self, begun: torch.cuda.Event | None) -> None:
-        check = self._config.validate_values != "off"
         self._clear_maxima()
-        self._program.table.launch(check=check, action=self._action, begun=begun)
+        self._program.table.launch(check=self._checks, action=self._action, begun=begun)
+
+    @property
+    def _checks(self) -> bool:
+        return self._config.validate_values != "off"
 
     def _clear_maxima(self) -> None:
         if self._maxima is not None:

@@ -56,6 +56,10 @@ class ReferenceTable(WorkTable):
         self._sources = list(sources)
         return True
 
+    @override
+    def compile(self, *, check: bool, action: Action = Action.WRITE) -> None:
+        return
+
     @torch.inference_mode()
     @override
     def launch(self, *, check: bool, action: Action = Action.WRITE, begun: torch.cuda.Event | None = None) -> None:

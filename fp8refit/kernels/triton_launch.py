@@ -71,6 +71,12 @@ class Launch:
         if compiled is not None:
             self._kernel, self._options = compiled, {}
 
+    def compile_for_tiles(self, arrays: tuple[Tensor, ...]) -> None:
+        """Compile the kernel for the arrays that `launch_tiles` gets, if it is not compiled yet."""
+        if isinstance(self._kernel, triton.JITFunction):
+            arguments = *arrays, 0, 0, 1, *self._constants
+            self._kernel, self._options = self._kernel.warmup(*arguments, grid=(1, 1, 1), **self._options), {}
+
     def launch_tiles(self, arrays: tuple[Tensor, ...], shift: int, first_tile: int, num_tiles: int) -> None:
         """Launch some tiles of a table, as `launch` does.
 

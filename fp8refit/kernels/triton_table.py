@@ -58,6 +58,7 @@ class TritonTable(WorkTable):
         self._has_run = False
         """Whether work was launched, or begun to be, whose flags are not yet being copied to the host."""
         self._graphs: dict[tuple[bool, Action], torch.cuda.CUDAGraph | None] = {}
+        self._compiled: set[tuple[bool, Action]] = set()
         self._of_kinds: dict[tuple[int, bool, Action], Launch] = {}
         """By index of the kind."""
         self._single_launches: dict[tuple[int, bool, Action], list[tuple[Launch, int, int]]] = {}
@@ -86,6 +87,15 @@ class TritonTable(WorkTable):
     def refresh(self, sources: Sequence[Tensor], addresses: Addresses | None = None) -> bool:
         self.forget_flags()
         return self._point(0, addresses if addresses is not None else addresses_of(sources))
+
+    @override
+    def compile(self, *, check: bool, action: Action = Action.WRITE) -> None:
+        if (check, action) in self._compiled:
+            return
+        with on_device(self._device):
+            for launch, _, _ in self._launches(0, self._rows.num_places, check=check, action=action):
+                launch.compile_for_tiles(self._arrays)
+        self._compiled.add((check, action))
 
     @override
     def launch(self, *, check: bool, action: Action = Action.WRITE, begun: torch.cuda.Event | None = None) -> None:

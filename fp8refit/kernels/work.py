@@ -115,6 +115,10 @@ class WorkTable(Protocol):
         """
         ...
 
+    def compile(self, *, check: bool, action: Action = Action.WRITE) -> None:
+        """Compile the kernels that `launch` runs. A compiler may fail, or have no room on its disk; then nothing is written."""
+        ...
+
     def launch(self, *, check: bool, action: Action = Action.WRITE, begun: torch.cuda.Event | None = None) -> None:
         """Run every task on the current stream.
 

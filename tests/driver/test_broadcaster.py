@@ -3,6 +3,7 @@
 import asyncio
 import time
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from fp8refit import (
     UnsupportedEngineError,
 )
 from fp8refit.driver.engine_group import EngineGroup
+from fp8refit.kernels.reference_table import ReferenceTable
 from fp8refit.live.formats import BlockFormat, ScaleFormat
 from fp8refit.remote.protocol import messages
 from fp8refit.remote.protocol.messages import Reply
@@ -160,6 +162,14 @@ def test_an_engine_that_cannot_stop_leaves_every_replica_serving(what, replicas)
         replicas.broadcaster.push(replicas.make_policy(2))
     replicas.assert_hold(replicas.make_policy(1), version=1)
     client.is_busy = client.flush_fails = False
+    replicas.heals()
+
+
+def test_a_compiler_that_fails_leaves_every_replica_serving(replicas, monkeypatch):
+    with monkeypatch.context() as patched, pytest.raises(RankFailedError, match="No space left on device"):
+        patched.setattr(ReferenceTable, "compile", Mock(side_effect=OSError("No space left on device")))
+        replicas.broadcaster.push(replicas.make_policy(1))
+    assert replicas.states == [(False, 0)] * 4
     replicas.heals()
 
 

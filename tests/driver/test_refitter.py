@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from fp8refit import (
 from fp8refit.driver.attach import Turn
 from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.errors import WRITTEN_IN_PART
+from fp8refit.kernels.reference_table import ReferenceTable
 from fp8refit.report import RankReport
 from tests.fake_kv import K_SCALE, V_SCALE, FakeKvCache
 from tests.fakes import FakeEngine, FakeEntryPoint, FakeModel, assert_holds, live_bytes, make_policy, unchanged
@@ -62,6 +64,18 @@ def test_the_steps_of_a_refit_come_in_this_order(model):
     policy = make_policy(model, seed=1)
     refitter.refit(policy)
     assert model.events == GOOD
+    assert_holds(model, policy)
+
+
+def test_a_compiler_that_fails_leaves_the_engine_as_it_was(model, monkeypatch):
+    """It has no room on its disk, or is not there."""
+    refitter = Refitter(model)
+    refitter.refit(make_policy(model, seed=1))
+    with unchanged(model), monkeypatch.context() as patched, pytest.raises(OSError, match="No space left on device"):
+        patched.setattr(ReferenceTable, "compile", Mock(side_effect=OSError("No space left on device")))
+        refitter.refit(make_policy(model, seed=2))
+    assert not refitter.is_dirty and model.blocked is None
+    refitter.refit(policy := make_policy(model, seed=3))
     assert_holds(model, policy)
 
 

@@ -73,6 +73,14 @@ def test_launches_are_as_many_as_kinds_of_work(launches):
     assert len(few) <= 4
 
 
+def test_kernels_are_compiled_once_and_before_the_first_is_launched(monkeypatch):
+    launched_before: list[int] = []
+    launches = record_launches(monkeypatch, lambda: launched_before.append(len(launches)))
+    monkeypatch.setattr(fp8refit.fill.program, "compile_table", triton_table.TritonTable)
+    steady_state(4, launches)
+    assert launched_before == [0] * len(launches) != []
+
+
 @pytest.mark.parametrize("moves", [False, True])
 def test_operations_are_as_many_for_any_number_of_tensors(launches, moves):
     _, few, _ = steady_state(1, launches, moves=moves)

@@ -1,6 +1,7 @@
-"""Compiles every Triton kernel for a GPU that is not there, through the functions that launch them. Prints what each takes.
+"""Compiles every Triton kernel for a GPU that is not there, by what compiles or launches it. Prints what each takes.
 
-python compiling.py 90        # the compute capability
+python compiling.py 90                      # the compute capability
+python compiling.py 90 bfloat16,float32     # sources of these dtypes only
 """
 
 import json
@@ -56,9 +57,11 @@ def main() -> None:
             "has_code": "cubin" in compiled.asm,
         }
         print(json.dumps(found), flush=True)
+        return compiled
 
     JITFunction.run = compile_only
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    wanted = sys.argv[2].split(",") if sys.argv[2:] else ("bfloat16", "float16", "float32")
+    for dtype in (getattr(torch, name) for name in wanted):
         weight = torch.zeros(256, 384, dtype=dtype)
         for rank in (8, 64):
             up, down = torch.zeros(256, rank, dtype=dtype), torch.zeros(rank, 384, dtype=dtype)
@@ -96,7 +99,7 @@ def stack_bytes(cubin: bytes) -> int:
 def launch_all(tasks: list[Task]) -> None:
     is_usual = tasks[0].source.dtype in (torch.bfloat16, torch.float8_e4m3fn)
     for action in Action if is_usual else (Action.WRITE, Action.CHECK):  # what is compared has the target's dtype
-        TritonTable(tasks, torch.device("cpu")).launch(check=True, action=action)
+        TritonTable(tasks, torch.device("cpu")).compile(check=True, action=action)
 
 
 def task(op: Op, source: torch.Tensor) -> Task:

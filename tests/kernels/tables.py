@@ -1,5 +1,6 @@
 """Tasks for a work table, run by the Triton kernels and by the reference."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -44,13 +45,19 @@ def copy_task(source: Tensor, dtype: torch.dtype | None = None, op: Op = Op.COPY
     return Task(**usual | {"op": op} | fields)
 
 
-def record_launches(monkeypatch) -> list[Op]:
-    """Launch no kernel of tables from now on; gives the kinds of work that would have been launched."""
+def record_launches(monkeypatch, on_compile: Callable[[], None] = lambda: None) -> list[Op]:
+    """Launch no kernel of tables from now on; gives the kinds of work that would have been launched.
+
+    `on_compile` is called when one would have been compiled ahead.
+    """
     recorded: list[Op] = []
 
     class Recorder:
         def __init__(self, kind, *_, **__):
             self.kind = kind
+
+        def compile_for_tiles(self, *_):
+            on_compile()
 
         def launch_tiles(self, *_):
             recorded.append(self.kind.op)
