@@ -51,6 +51,8 @@ class OrderHandler:
         self._silence: asyncio.TimerHandle | None = None
         self._process = -1
         self._version = self._least = 0
+        self._last: tuple[Caller | None, int] = None, 0
+        """Who paused last, and which of its pauses that was."""
         self._ending: asyncio.Task[None] | None = None
         self._obeying: asyncio.Task[Answer | KeyboardInterrupt | SystemExit] | None = None
 
@@ -113,8 +115,12 @@ class OrderHandler:
 
     async def _obey(self, order: AnyOrder, driver: Caller) -> Answer:
         controls, is_held = self._controls, self._holder is not None
+        if isinstance(order, orders.OfPause) and driver == self._last[0] and order.number < self._last[1]:
+            raise RankFailedError(
+                f"an order to {order.step} came again or too late: this driver has begun another refit since; refit again"
+            )
         if isinstance(order, orders.Pause):
-            self._since_s = time.monotonic()
+            self._since_s, self._last = time.monotonic(), (driver, order.number)
             self._hold_for(driver, order.config.timeout_s + SILENCE_S)  # before, so that what interrupts it is ended
             try:
                 return Answer(value=await controls.pause(order.config))

@@ -107,14 +107,21 @@ class Hello(Message):
     step: Literal["hello"] = "hello"
 
 
-class Pause(Message):
+class OfPause(Message):
+    """Begins or ends a pause."""
+
+    number: int = Field(default=0, ge=0, lt=1 << 63)
+    """Which of the driver's pauses."""
+
+
+class Pause(OfPause):
     """Pause requests."""
 
     step: Literal["pause"] = "pause"
     config: RefitConfig
 
 
-class Resume(Message):
+class Resume(OfPause):
     """Resume requests, and publish the version of the policy that answers them."""
 
     step: Literal["resume"] = "resume"
@@ -122,7 +129,7 @@ class Resume(Message):
     """Version of the policy that is served from now on; None if it is the old one."""
 
 
-class Refuse(Message):
+class Refuse(OfPause):
     """Refuse requests until the next good refit."""
 
     step: Literal["refuse"] = "refuse"

@@ -22,7 +22,7 @@ from fp8refit.errors import (
     UnsupportedEngineError,
 )
 from fp8refit.remote.servers import order_handler, orders
-from fp8refit.remote.servers.orders import Caller, OrderRequest, Pause, Place, Resume
+from fp8refit.remote.servers.orders import Caller, OrderRequest, Pause, Place, Refuse, Resume
 from fp8refit.remote.servers.server_driver import ServerDriver
 from tests.fake_ranks import NORM, Q_PROJ, as_files, as_iterator, as_mapping, manifest_of
 from tests.fake_server import URL, Running, entry_point_of
@@ -83,8 +83,8 @@ def give(running: Running, order, driver: Caller) -> None:
     running.answer(OrderRequest(driver=driver, order=order).encode())
 
 
-def pause(timeout_s: float = 5) -> Pause:
-    return Pause(config=RefitConfig(timeout_s=timeout_s))
+def pause(timeout_s: float = 5, number: int = 0) -> Pause:
+    return Pause(config=RefitConfig(timeout_s=timeout_s), number=number)
 
 
 # Policies.
@@ -272,6 +272,34 @@ def test_an_order_to_resume_that_comes_late_makes_no_dirty_server_serve(version,
     assert running.events == events
     refitter.refit(policy)
     assert running.events[-1] == "resume"
+
+
+@pytest.mark.parametrize("late", [Resume(number=1), Refuse(reason="gone", number=1), pause(number=1)])
+def test_an_order_of_an_earlier_pause_of_the_same_driver_does_nothing(late, running, server):
+    for number in (1, 2):
+        server.post(pause(number=number), timeout_s=5)
+        if number == 1:
+            server.post(Resume(number=number), timeout_s=5)
+    events = list(running.events)
+    with pytest.raises(RankFailedError, match=f"an order to {late.step} came again or too late: this driver has begun"):
+        server.post(late, timeout_s=5)
+    assert running.events == events
+    server.post(Resume(number=2), timeout_s=5)
+    assert running.events == [*events, "resume"]
+
+
+def test_a_driver_numbers_its_pauses(running, monkeypatch):
+    answer, numbers = running.answer, []
+
+    def heard(message: str, headers: dict) -> str:
+        numbers.append(getattr(OrderRequest.decode(message).order, "number", None))
+        return answer(message, headers)
+
+    monkeypatch.setattr(running, "answer", heard)
+    refitter = Refitter(URL)
+    for seed in (1, 2):
+        refitter.refit(running.cluster.make_policy(seed))
+    assert list(filter(None, numbers)) == [1, 1, 2, 2]
 
 
 def test_a_pause_that_fails_ends_no_earlier_one(running, server, monkeypatch):
