@@ -214,7 +214,9 @@ class RefitReport(BaseModel, frozen=True):
 
 
 class VerifyReport(BaseModel, frozen=True):
-    """How the weights in an engine compare with a policy. It is false if they differ, and `str(report)` is a table."""
+    """How the weights in an engine compare with a policy. It is false if they differ or the engine is dirty, and `str(report)`
+    is a table.
+    """
 
     version: int
     """The version that the engine says it serves."""
@@ -222,6 +224,8 @@ class VerifyReport(BaseModel, frozen=True):
     """Source tensors that at least one rank holds a part of."""
     differing: dict[str, tuple[int, ...]] = {}
     """Source tensors that differ from what a refit would write, and the ranks where they differ."""
+    is_dirty: bool = False
+    """Whether the engine refuses requests until the next good refit, whatever it holds."""
     ranks: tuple[RankReport, ...] = ()
     """One entry per rank, in rank order."""
 
@@ -231,22 +235,25 @@ class VerifyReport(BaseModel, frozen=True):
         return not self.differing
 
     def __bool__(self) -> bool:
-        return self.is_equal
+        return self.is_equal and not self.is_dirty
 
     def raise_if_different(self) -> None:
-        """Check that every rank holds this policy.
+        """Check that every rank holds this policy, and serves it.
 
         Raises:
-            DifferentPolicyError: One does not; names every tensor.
+            DifferentPolicyError: One does not; names every tensor that differs.
         """
         if self.differing:
             count = f"{len(self.differing)} tensor(s) differ"
             raise DifferentPolicyError(
                 f"the engine, at version {self.version}, does not hold this policy; {count}:", tuple(self.differing)
             )
+        if self.is_dirty:
+            raise DifferentPolicyError("the engine is dirty: it holds this policy, but refuses requests; refit it")
 
     def metrics(self, prefix: str = "fp8refit/verify/") -> dict[str, float]:
-        """Flat scalars for W&B, TensorBoard and the like: version, tensors, how many differ, and on how many ranks.
+        """Flat scalars for W&B, TensorBoard and the like: version, tensors, how many differ and on how many ranks, and whether
+        the engine is dirty.
 
         Args:
             prefix: What each name begins with.
@@ -256,18 +263,20 @@ class VerifyReport(BaseModel, frozen=True):
             "num_tensors": self.num_tensors,
             "num_differing": len(self.differing),
             "num_differing_ranks": len({rank for ranks in self.differing.values() for rank in ranks}),
+            "is_dirty": self.is_dirty,
         }
         return _scalars(prefix, found)
 
     def __str__(self) -> str:
         rows = [("version", self.version), ("tensors", self.num_tensors), ("differing", len(self.differing))]
+        dirty = [("dirty", "yes")] if self.is_dirty else []
         lines = told(
             [f"{name}: differs on rank {', '.join(map(str, ranks))}" for name, ranks in self.differing.items()]
         )
-        return "\n".join([_table(rows), *lines])
+        return "\n".join([_table([*rows, *dirty]), *lines])
 
     @classmethod
-    def of(cls, ranks: Sequence[RankReport], *, version: int) -> Self:
+    def of(cls, ranks: Sequence[RankReport], *, version: int, is_dirty: bool = False) -> Self:
         """Combine what every rank found."""
         names = sorted({name for rank in ranks for name in rank.differing})
         differing = {name: tuple(rank.rank for rank in ranks if name in rank.differing) for name in names}
@@ -275,6 +284,7 @@ class VerifyReport(BaseModel, frozen=True):
             version=version,
             num_tensors=_num_taken(ranks) - len(_ignored_by_all(ranks)),
             differing=differing,
+            is_dirty=is_dirty,
             ranks=tuple(ranks),
         )
 

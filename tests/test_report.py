@@ -36,7 +36,17 @@ def test_a_comparison_that_finds_something_is_false_prints_a_table_and_raises():
         "fp8refit/verify/num_tensors": 40,
         "fp8refit/verify/num_differing": 31,
         "fp8refit/verify/num_differing_ranks": 2,
+        "fp8refit/verify/is_dirty": 0,
     }
+
+
+def test_a_comparison_with_a_dirty_engine_is_false_whatever_it_holds():
+    report = VerifyReport.of([rank(0)], version=7, is_dirty=True)
+    assert report.is_equal and not report
+    assert str(report).splitlines()[-1].split() == ["dirty", "yes"]
+    assert report.metrics()["fp8refit/verify/is_dirty"] == 1
+    with pytest.raises(DifferentPolicyError, match=r"^the engine is dirty: it holds this policy, but refuses requests"):
+        report.raise_if_different()
 
 
 def test_a_comparison_that_finds_nothing_is_true():

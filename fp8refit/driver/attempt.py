@@ -129,7 +129,7 @@ class Attempt:
         await ranks.prepare(
             lambda: renamed(as_source(state_dict, manifest=manifest), names), Job(config=config, compares=True)
         )
-        return VerifyReport.of(await ranks.write(), version=ranks.version)
+        return VerifyReport.of(await ranks.write(), version=ranks.version, is_dirty=ranks.is_dirty)
 
     async def resume(self) -> None:
         """Serve the current policy."""

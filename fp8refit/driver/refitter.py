@@ -204,7 +204,7 @@ class Refitter(Closing):
             manifest: See `refit`.
 
         Returns:
-            Which tensors differ, on which ranks.
+            Which tensors differ, on which ranks, and whether the engine is dirty.
 
         Raises:
             RefitError: See `refit`. The engine is unchanged.

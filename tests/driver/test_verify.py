@@ -123,6 +123,15 @@ def test_a_one_shot_iterator_that_does_not_fit_leaves_the_engine_clean(engine):
     assert engine.verify(lambda: {"state_dict": iter(engine.policy.items())}).is_equal
 
 
+def test_an_engine_that_a_refit_left_dirty_is_not_said_to_serve_what_it_holds(engine):
+    torn = engine.policy | {NORM: torch.full_like(engine.policy[NORM], float("nan"))}
+    assert all(isinstance(error, NonFiniteError) for error in engine.each("refit", lambda: {"state_dict": torn}))
+    found = engine.verify(lambda: {"state_dict": engine.policy | {NORM: engine.policy[NORM].clone()}})
+    assert found.is_dirty and not found
+    engine.each("refit", lambda: {"state_dict": engine.policy})
+    assert engine.verify(lambda: {"state_dict": engine.policy})
+
+
 def test_a_refit_after_it_writes_what_it_would_have_written(engine):
     engine.verify(lambda: {"state_dict": engine.policy})
     policy = engine.cluster.make_policy(2)
