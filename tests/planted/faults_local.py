@@ -119,6 +119,13 @@ FAULTS = [
         found_by=f"{LOCAL}::TestOneRank",
     ),
     Fault(
+        name="kernels are compiled when they are launched",
+        at=f"{TARGET}::Target.prepare",
+        before="prepared.compile()",
+        after="pass",
+        found_by="tests/driver/test_refitter.py -k compiler",
+    ),
+    Fault(
         name="the dirty flag set too late",
         at=f"{TARGET}::Target.begin",
         before="self.is_dirty = True",

@@ -191,6 +191,13 @@ FAULTS = [
         found_by="tests/fuzz/test_servers.py -k no_url",
     ),
     Fault(
+        name="what ends a pause ends a later one of the same driver",
+        at="fp8refit/remote/servers/order_handler.py::OrderHandler._obey",
+        before="order.number < self._last[1]",
+        after="order.number < 0",
+        found_by="tests/remote/servers/test_server_driver.py -k earlier_pause",
+    ),
+    Fault(
         name="engine waits for a driver that died",
         at="fp8refit/remote/servers/order_handler.py::OrderHandler._settle",
         before="await self._controls.resume()",

@@ -379,8 +379,8 @@ FAULTS = [
     Fault(
         name="a bucket's second name is written",
         at="fp8refit/fill/from_buckets.py::ReceivedFill.take",
-        before='program.table.launch(check=self._config.validate_values != "off", action=action)',
-        after='program.table.launch(check=self._config.validate_values != "off")',
+        before="program.table.launch(check=check, action=action)",
+        after="program.table.launch(check=check)",
         found_by=SECOND_NAME,
     ),
     Fault(
