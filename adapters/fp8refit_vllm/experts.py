@@ -25,9 +25,14 @@ def experts_backend(module: nn.Module) -> str:
 def kernel_of_experts(module: nn.Module) -> Kernel:
     """The backend that multiplies a layer's experts."""
     backend, held = experts_backend(module), None
-    if backend in EXPERTS_BACKENDS:
+    if backend in EXPERTS_BACKENDS and not _multiplies_scales(module):
         held = block_format(module, has_powers_of_two=backend in _DEEP_GEMM and _rounds_scales())
     return Kernel(name=backend, format=held, remedy='Boot with moe_backend="triton"')
+
+
+def _multiplies_scales(module: Any) -> bool:
+    """Whether a backend keeps products of its scales and those of activations."""
+    return getattr(module.quant_method.moe_quant_config, "g1_alphas", None) is not None
 
 
 def _rounds_scales() -> bool:

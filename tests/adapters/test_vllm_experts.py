@@ -56,6 +56,14 @@ def test_these_backends_take_any_scale(backend):
     assert VllmRules().swaps_halves(layer) is (backend == "FLASHINFER_CUTLASS")
 
 
+def test_a_backend_that_keeps_products_of_scales_is_refused():
+    """FlashInfer's CUTLASS, with static scales of activations."""
+    layer = RoutedExperts(backend="FLASHINFER_CUTLASS")
+    layer.quant_method.moe_quant_config.g1_alphas = torch.ones(4)
+    (refusal,) = read(layer).refusals
+    assert "its kernel FLASHINFER_CUTLASS repacks experts" in refusal.reason
+
+
 class Fp8PerBlockOnlineMoEMethod(SimpleNamespace):
     """The name of vLLM's own."""
 

@@ -15,12 +15,12 @@ FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 IGNORED = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(2))]
 
 
-def compressed(weights: dict[str, Any], activations: dict[str, Any]) -> dict[str, Any]:
+def compressed(weights: dict[str, Any], activations: dict[str, Any], *, is_dynamic: bool = True) -> dict[str, Any]:
     """What a compressed-tensors checkpoint says."""
     group = {
         "targets": ["Linear"],
         "weights": FP8 | weights | {"dynamic": False},
-        "input_activations": FP8 | activations | {"dynamic": True},
+        "input_activations": FP8 | activations | {"dynamic": is_dynamic},
     }
     return {
         "quant_method": "compressed-tensors",

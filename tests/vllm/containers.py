@@ -8,6 +8,7 @@ from subject import Subject, booted_as
 from fp8refit import Broadcaster
 from fp8refit.config import CollectiveConfig
 from tests.engines.containers import CONFIGS, try_container
+from tests.engines.static_scales import STATIC, write_static
 from tests.tiny_models import save_model
 
 
@@ -22,6 +23,12 @@ def run_container(layout: str, family: str, container: str, work: str) -> dict:
     folder = Path(work)
     save_model(family, 2, folder / f"{family}-bf16-2")
     booted = partial(booted_as, layout, kernel="fp32")
+    pushes = {} if layout == "multi-process" else PUSHES
+    if container in STATIC:
+        with booted(model=write_static(family, 2, container, folder / "own")) as subject:
+            own = {"own": subject.state()}
+        other = booted(model=write_static(family, 3, container, folder / "other"))
+        return try_container(other, None, family, folder, pushes) | own
     if container in CONFIGS:
         options = {"load_format": "dummy", "hf_overrides": {"quantization_config": CONFIGS[container]}}
         own = {}
@@ -32,5 +39,4 @@ def run_container(layout: str, family: str, container: str, work: str) -> dict:
     other = booted(model=folder / f"{family}-bf16-2", **options)
     is_shared = container == "fp8_per_tensor"
     fresh = None if is_shared else lambda fp8: booted(model=fp8)
-    pushes = {} if layout == "multi-process" else PUSHES
     return try_container(other, fresh, family, folder, pushes) | own
