@@ -19,6 +19,8 @@ LONGEST_WAIT_S = 1e9
 """The longest wait that may be asked of another process. Every clock and socket accepts it."""
 Wait: TypeAlias = Annotated[float, Field(gt=0, le=LONGEST_WAIT_S, allow_inf_nan=False)]
 """Seconds that another process may be told to wait. One order can cover many steps, each with `RefitConfig.timeout_s`."""
+_WITH_A_POLICY = ("manifest", "calibration", "kv_scales")
+"""Arguments of each refit that may be taken for options."""
 MAX_TIMEOUT_S = 86_400
 """The longest `RefitConfig.timeout_s`: one day."""
 NewNames: TypeAlias = Mapping[str, str] | tuple[str, str] | Sequence[tuple[str, str]] | str
@@ -232,9 +234,43 @@ def _why_invalid(problem: Mapping[str, Any]) -> str:
     model: Any = RefitConfig
     for part in path:
         model = model.model_fields[part].annotation
-    known = [field.alias or each for each, field in model.model_fields.items()]
+    if where in _WITH_A_POLICY:
+        return f"no option `{name}`; pass it with the policy, as in refit(policy, {name}=...)"
+    known = _names_of(model)
     closest = [".".join((*path, each)) for each in get_close_matches(name, known, n=1)]
     return f"no option `{where}`; " + (f"did you mean `{closest[0]}`?" if closest else f"there are {', '.join(known)}")
+
+
+def refuse_others(call: Callable[..., object], others: Mapping[str, object]) -> None:
+    """Refuse what a method of a `Refitter` or `Broadcaster` does not take.
+
+    Args:
+        call: The method.
+        others: What it was given besides.
+
+    Raises:
+        InvalidOptionError: There is something; says where options go.
+    """
+    if others:
+        raise InvalidOptionError("\n".join(_why_not_here(call, name) for name in others))
+
+
+def _why_not_here(call: Callable[..., object], name: str) -> str:
+    owner = call.__qualname__.partition(".")[0]
+    parameters = inspect.signature(call).parameters.values()
+    taken = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
+    options = (*_names_of(RefitConfig), "config", "on_refit")
+    if name in options:
+        return f"`{name}` is an option, which this call does not take: pass {owner}(..., {name}=...)"
+    known = {each: f"`{each}`" for each in taken} | {each: f"{owner}(..., {each}=...)" for each in options}
+    closest = get_close_matches(name, known, n=1)
+    return f"no argument `{name}`; " + (
+        f"did you mean {known[closest[0]]}?" if closest else f"there are {', '.join(taken)}"
+    )
+
+
+def _names_of(model: type[BaseModel]) -> list[str]:
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 class Job(BaseModel, frozen=True, extra="forbid"):

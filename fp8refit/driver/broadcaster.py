@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Never, Unpack
 
 import torch.distributed
 from torch import Tensor
 from typing_extensions import override
 
-from fp8refit.config import Options, RefitConfig, choose_config
+from fp8refit.config import Options, RefitConfig, choose_config, refuse_others
 from fp8refit.driver.closing import Closing
 from fp8refit.driver.engine_group import EngineGroup
 from fp8refit.driver.refitter import Refitter
@@ -83,6 +83,7 @@ class Broadcaster(Closing):
         manifest: Manifest | None = None,
         calibration: Calibration | None = None,
         kv_scales: KvScaleValues | None = None,
+        **_others: Never,
     ) -> RefitReport | None:
         """Refit every engine with `state_dict`.
 
@@ -103,6 +104,7 @@ class Broadcaster(Closing):
             RefitError: See `Refitter.refit`.
             TransportError: A rank did not join, died, or does not answer.
         """
+        refuse_others(self.push, _others)
         with self._opened(state_dict) as weights:
             if self._refitter is None:
                 return None
@@ -115,8 +117,10 @@ class Broadcaster(Closing):
         manifest: Manifest | None = None,
         calibration: Calibration | None = None,
         kv_scales: KvScaleValues | None = None,
+        **_others: Never,
     ) -> RefitReport | None:
         """`push` for asynchronous engines, awaited in the event loop that drives them."""
+        refuse_others(self.push_async, _others)
         with self._opened(state_dict) as weights:
             if self._refitter is None:
                 return None

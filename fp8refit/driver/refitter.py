@@ -3,11 +3,11 @@
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Never, Self, TypeVar, Unpack
 
 from typing_extensions import override
 
-from fp8refit.config import Options, RefitConfig, choose_config
+from fp8refit.config import Options, RefitConfig, choose_config, refuse_others
 from fp8refit.driver.attach import attach_engine
 from fp8refit.driver.attempt import take_turn, warn_of_idle
 from fp8refit.driver.closing import Closing
@@ -93,6 +93,7 @@ class Refitter(Closing):
         manifest: Manifest | None = None,
         calibration: Calibration | None = None,
         kv_scales: KvScaleValues | None = None,
+        **_others: Never,
     ) -> RefitReport:
         """Make the engine serve the policy in `state_dict`, all or nothing.
 
@@ -123,6 +124,7 @@ class Refitter(Closing):
                 What was done, and how long each phase took.
 
         Raises:
+            InvalidOptionError: An option was passed here, not to the `Refitter`.
             InvalidSourceError: Names, shapes, dtypes or scales do not fit; lists every problem.
             NonFiniteError: NaN or Inf; names the tensors.
             InvalidCalibrationError: The calibration batch, or KV scales, do not fit.
@@ -136,7 +138,9 @@ class Refitter(Closing):
             RankFailedError: A rank failed in an unforeseen way.
             EngineLostError: A CUDA fault, or a rank that died or does not answer; restart the engine.
         """
-        return self._run(self.refit_async(state_dict, manifest=manifest, calibration=calibration, kv_scales=kv_scales))
+        return self._run(
+            self.refit_async(state_dict, manifest=manifest, calibration=calibration, kv_scales=kv_scales, **_others)
+        )
 
     async def refit_async(
         self,
@@ -145,6 +149,7 @@ class Refitter(Closing):
         manifest: Manifest | None = None,
         calibration: Calibration | None = None,
         kv_scales: KvScaleValues | None = None,
+        **_others: Never,
     ) -> RefitReport:
         """`refit` for an asynchronous engine, awaited in the event loop that drives the engine.
 
@@ -152,6 +157,7 @@ class Refitter(Closing):
         running requests end with the tokens they have, and waiting ones with `EngineDirtyError`. The state dict is read
         in the event loop. A synchronous engine blocks the loop until it is done.
         """
+        refuse_others(self.refit_async, _others)
         config = self._config
         with self._opened(state_dict) as whole:
             report = await take_turn(
@@ -164,7 +170,7 @@ class Refitter(Closing):
         self._on_refit(report)
         return report
 
-    def calibrate(self, calibration: Calibration) -> KvReport:
+    def calibrate(self, calibration: Calibration, **_others: Never) -> KvReport:
         """Set the scales of the engine's FP8 KV cache for the served policy, all or none.
 
         Does only what `refit(..., calibration=...)` does after the weights: for an engine whose memory wakes up step by
@@ -186,13 +192,14 @@ class Refitter(Closing):
             CacheFlushError: The engine kept KV with the old scales; nothing was written.
             EngineLostError: A CUDA fault, or a rank that died or does not answer; restart the engine.
         """
-        return self._run(self.calibrate_async(calibration))
+        return self._run(self.calibrate_async(calibration, **_others))
 
-    async def calibrate_async(self, calibration: Calibration) -> KvReport:
+    async def calibrate_async(self, calibration: Calibration, **_others: Never) -> KvReport:
         """`calibrate` for an asynchronous engine, awaited in the event loop that drives the engine."""
+        refuse_others(self.calibrate_async, _others)
         return await take_turn(self._attached, lambda attempt: attempt.calibrate(calibration, self._config))
 
-    def verify(self, state_dict: StateDict, *, manifest: Manifest | None = None) -> VerifyReport:
+    def verify(self, state_dict: StateDict, *, manifest: Manifest | None = None, **_others: Never) -> VerifyReport:
         """Compare what the engine holds, on every rank, with what a refit to this policy would write. Changes nothing.
 
         It proves that trainer and engine are in sync: every weight and scale is compared bit for bit. Requests may run
@@ -209,10 +216,13 @@ class Refitter(Closing):
         Raises:
             RefitError: See `refit`. The engine is unchanged.
         """
-        return self._run(self.verify_async(state_dict, manifest=manifest))
+        return self._run(self.verify_async(state_dict, manifest=manifest, **_others))
 
-    async def verify_async(self, state_dict: StateDict, *, manifest: Manifest | None = None) -> VerifyReport:
+    async def verify_async(
+        self, state_dict: StateDict, *, manifest: Manifest | None = None, **_others: Never
+    ) -> VerifyReport:
         """`verify` for an asynchronous engine, awaited in the event loop that drives the engine."""
+        refuse_others(self.verify_async, _others)
         config, names = self._config, self._names
         with self._opened(state_dict) as whole:
             return await take_turn(
