@@ -1,7 +1,7 @@
 """The timed steps of one refit. In the end the engine serves a whole policy or refuses requests."""
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from textwrap import shorten
 from typing import TypeVar
 
@@ -202,18 +202,23 @@ async def take_turn(attached: AttachedEngine, steps: Callable[[Attempt], Awaitab
         turn.end(attempt)
 
 
-def warn_of_idle(config: RefitConfig, report: RefitReport, idle: set[str]) -> None:
+def warn_of_idle(config: RefitConfig, names: Names | None, report: RefitReport, idle: set[str]) -> None:
     """Warn, when a plan is compiled, of patterns that matched nothing, unless they are in `idle`; add them to it."""
     if not report.is_first:
         return
     named = [("ignore", pattern, report.ignored) for pattern in config.ignore]
     if all(map(is_any_of(config.keep), report.kept)):  # else one was kept under another of its names
         named += [("keep", pattern, report.kept) for pattern in config.keep]
-    for option, pattern, names in named:
-        said = f'{option}="{pattern}"'
-        if said not in idle and not any(map(is_any_of([pattern]), names)):
+    unmet = [(f'{what}="{pattern}"', _WHY_IDLE[what]) for what, pattern, some in named if not _match(pattern, some)]
+    unmet += [(f"rename={old}", why) for old, why in (names.idle if names is not None else ())]
+    for said, why in unmet:
+        if said not in idle:
             idle.add(said)
-            logger.warning("%s matches nothing: %s", said, _WHY_IDLE[option])
+            logger.warning("%s matches nothing: %s", said, why)
+
+
+def _match(pattern: str, names: Iterable[str]) -> bool:
+    return any(map(is_any_of([pattern]), names))
 
 
 def _describe(error: BaseException) -> str:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fp8refit.config import ReadRename, RefitConfig
 from fp8refit.driver.attach import attach_engine
+from fp8refit.driver.attempt import warn_of_idle
 from fp8refit.driver.completeness import Kind, Stream, claims_of_all
 from fp8refit.driver.update import Update, update
 from fp8refit.errors import (
@@ -531,6 +532,8 @@ class DropIn:
                 num_old,
             )
         _last_report = report
+        if self._names is not None:
+            warn_of_idle(self._config, self._names, report, attach_engine(self.owner).idle)
         self._logger.info("%s", report.summary())
 
     def _give_up(self, why: str) -> None:

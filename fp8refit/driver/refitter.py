@@ -166,7 +166,7 @@ class Refitter(Closing):
                     whole, config, self._names, manifest=manifest, calibration=calibration, kv_scales=kv_scales
                 ),
             )
-        warn_of_idle(config, report, self._attached.idle)
+        warn_of_idle(config, self._names, report, self._attached.idle)
         self._on_refit(report)
         return report
 

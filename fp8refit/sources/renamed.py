@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fp8refit.config import Rename, read_rename
-from fp8refit.errors import InvalidSourceError, NonFiniteError
+from fp8refit.errors import InvalidSourceError, NonFiniteError, fold
 from fp8refit.live.names import strip_wrappers
 from fp8refit.live.slots import SCALE_SUFFIX, TensorMeta
 from fp8refit.sources.row_runs import AnyRun, InPieces, MakesPieces
@@ -31,6 +31,7 @@ class Names(dict[str, str]):
         elif isinstance(found, tuple):
             found = tuple((strip_wrappers(old), new) for old, new in found)
         self._rename: dict[str, str] | tuple[tuple[str, str], ...] | Callable[[str], object] = found
+        self._met: set[str] = set()
 
     @classmethod
     def of(cls, rename: Rename | None) -> "Names | None":
@@ -48,10 +49,12 @@ class Names(dict[str, str]):
         rename = self._rename
         if isinstance(rename, dict):
             weight = name.removesuffix(SCALE_SUFFIX)
+            self._met |= {name, weight}
             return rename.get(name) or rename.get(weight, weight) + name[len(weight) :]
         if isinstance(rename, tuple):
             for old, new in rename:
                 if name.startswith(old):
+                    self._met.add(old)
                     name = new + name[len(old) :]
             return name
         found = rename(name)
@@ -66,6 +69,16 @@ class Names(dict[str, str]):
         for name, here in self.items():
             found.setdefault(here, []).append(name)
         return {here: ", ".join(names) for here, names in found.items() if names != [here]}
+
+    @property
+    def idle(self) -> list[tuple[str, str]]:
+        """The pairs or names of `rename=` that no name has matched so far, and why. Of a function, nothing is known."""
+        rename = self._rename
+        if isinstance(rename, tuple):
+            why = "no name that was sent begins with it"
+            return [(f'("{old}", "{new}")', why) for old, new in rename if old not in self._met]
+        unmet = fold(old for old in rename if old not in self._met) if isinstance(rename, dict) else ()
+        return [(f'"{old}"', "no such name was sent") for old in unmet]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Patterns of `keep=` and `ignore=` that match nothing are said, once."""
+"""Patterns of `keep=` and `ignore=`, and names and prefixes of `rename=`, that match nothing are said, once."""
 
 import logging
 from functools import partial
@@ -12,11 +12,17 @@ from fp8refit.driver.drop_in import DropIn, DropInOptions
 from tests.fake_ranks import NORM, STATE_DICTS, ClientEntryPoint, Cluster, Drivers, Remote, together
 from tests.fakes import FakeEntryPoint, make_policy
 
-EXTRA = {"critic.weight": torch.ones(2)}
-OPTIONS = {"keep": ("*nrom*", NORM), "ignore": ("critic.*", "critc.*")}
+EXTRA = {"value.weight": torch.ones(2)}
+EMBED = "model.embed_tokens.weight"
+OPTIONS = {
+    "keep": ("*nrom*", NORM),
+    "ignore": ("critic.*", "critc.*"),
+    "rename": (("critc.", "critic."), ("value.", "critic.")),
+}
 SAID = [
     'ignore="critc.*" matches nothing: no such name was sent, or the engine needs it',
     'keep="*nrom*" matches nothing: the engine has no such weight, or it was sent',
+    'rename=("critc.", "critic.") matches nothing: no name that was sent begins with it',
 ]
 
 
@@ -59,9 +65,9 @@ def test_refits_in_one_line_say_it_once_too(caplog):
 
 
 def test_a_tensor_that_is_kept_by_its_other_name_is_kept(model, caplog):
-    policy = without(make_policy(model, seed=1), "model.embed_tokens.weight")
+    policy = without(make_policy(model, seed=1), EMBED)
     report = Refitter(model, keep="lm_head.weight").refit(policy)
-    assert report.kept == ("model.embed_tokens.weight",)
+    assert report.kept == (EMBED,)
     assert warnings_of(caplog) == []
 
 
@@ -84,7 +90,28 @@ def test_the_drop_in_says_it_on_every_rank_and_nothing_without_patterns(caplog):
 
 
 def test_an_engine_in_this_process(model, caplog):
-    refitter = Refitter(model, keep=("*nrom*",), ignore=("critc.*",))
+    refitter = Refitter(model, keep="*nrom*", ignore="critc.*", rename=("critc.", "critic."))
     for seed in (1, 2):
         refitter.refit(make_policy(model, seed))
         assert warnings_of(caplog) == SAID
+
+
+def test_names_to_rename_that_were_not_sent_are_folded_and_said_once(model, caplog):
+    others = {f"layers.{n}.odd": "odd" for n in range(3)} | {"actor.odd.weight": "odd"}
+    refitter = Refitter(model, rename={"actor.embed.weight": EMBED} | others)
+    for seed in (1, 2):
+        policy = make_policy(model, seed)
+        refitter.refit({"actor.embed.weight": policy.pop(EMBED)} | policy)
+        assert warnings_of(caplog) == [
+            'rename="layers.{0..2}.odd (3 names)" matches nothing: no such name was sent',
+            'rename="actor.odd.weight" matches nothing: no such name was sent',
+        ]
+
+
+def test_nothing_is_said_of_a_function_and_of_what_is_renamed_in_turn(model, caplog):
+    policy = {name.replace("model.", "actor.model."): tensor for name, tensor in make_policy(model, seed=1).items()}
+    for rename in (lambda name: name.removeprefix("actor."), "actor.=policy.,policy.="):
+        refitter = Refitter(model, rename=rename)
+        assert refitter.refit(policy).is_first
+        refitter.close()
+    assert warnings_of(caplog) == []
