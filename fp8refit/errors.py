@@ -20,6 +20,7 @@ _PADDED = re.compile(r"(?:embed\w*|lm_head)\.weight: has shape \[(\d+)(, \d+)\],
 """Rows for a vocabulary, which trainers pad so that it divides by the number of ranks."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 WRITTEN_IN_PART = "The engine holds part of this policy and refuses requests until the next complete refit."
+_LOOK_FIRST = 'With validate="strict", a source that can be read twice is checked before anything is written.'
 
 
 def install(extra: str) -> str:
@@ -70,7 +71,7 @@ class NonFiniteError(RefitError, ValueError):
 
     def tell(self, sent: Mapping[str, str]) -> None:
         """Tell a trainer about it that has other names for some tensors."""
-        consequence = WRITTEN_IN_PART if self.written else "Nothing was written."
+        consequence = f"{WRITTEN_IN_PART} {_LOOK_FIRST}" if self.written else "Nothing was written."
         listing = ", ".join(_as_sent(name, sent) for name in self.names)
         self.args = (f"NaN or Inf in {len(self.names)} tensor(s): {listing}. {consequence}",)
 

@@ -110,7 +110,7 @@ def test_a_caller_s_mistake_is_a_value_error(model):
 
 def test_a_bad_value_leaves_the_engine_refusing_requests(model):
     refitter = Refitter(model)
-    with pytest.raises(NonFiniteError):
+    with pytest.raises(NonFiniteError, match=r'refit\. With validate="strict", .* is checked before anything'):
         refitter.refit(policy_with_nan(model))
     assert model.events == ["check_ready", "prepare", "pause", "flush", "write", "refuse"]
     assert refitter.version == 0
@@ -186,7 +186,7 @@ def test_a_refused_source_does_not_open_a_dirty_engine(model):
 
 def test_strict_leaves_the_engine_serving(model):
     refitter = Refitter(model, validate="strict")
-    with unchanged(model), pytest.raises(NonFiniteError):
+    with unchanged(model), pytest.raises(NonFiniteError, match=r"Nothing was written\.$"):
         refitter.refit(policy_with_nan(model))
     assert not refitter.is_dirty
 
