@@ -43,7 +43,7 @@ class SglangRules:
         model: The live model.
     """
 
-    no_block_fp8 = "Boot from an FP8 checkpoint with scales per block or row (fp8refit quantize)"
+    no_block_fp8 = "Boot from an FP8 checkpoint with scales per block or row (fp8refit quantize); no flag is needed"
     other_quantization = no_block_fp8
     absorbed = ABSORBED
 

@@ -51,8 +51,8 @@ class VllmRules:
     """Implements `fp8refit.tracing.rules.KernelRules` for vLLM."""
 
     no_block_fp8 = (
-        "Boot from an FP8 checkpoint with scales per block or row (fp8refit quantize), or with "
-        'quantization="fp8_per_block", "fp8_per_channel" or "fp8_per_tensor"'
+        'Boot with quantization="fp8_per_block" (a server: --quantization fp8_per_block), "fp8_per_channel" or '
+        '"fp8_per_tensor", or from an FP8 checkpoint with scales per block or row (fp8refit quantize)'
     )
     other_quantization = no_block_fp8
     absorbed = _ABSORBED

@@ -11,6 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from fp8refit.cli.console import WIDE, make_console, make_table, print_line
+from fp8refit.errors import by_cause
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.names import in_one, without_numbers
 
@@ -34,7 +35,7 @@ def show_layout(layout: EngineLayout) -> None:
             print_line(console, f"KV scales cannot be set: {refusal}", "yellow")
     if layout.is_proved:
         console.print("The engine's own loader puts random values where these slots say.", highlight=False)
-    for refusal in layout.refusals:
+    for refusal in by_cause(layout.refusals):
         print_line(console, f"cannot be refitted: {refusal}", "red")
 
 

@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from pydantic import BaseModel, PositiveInt, field_validator
 
+from fp8refit.errors import by_cause
 from fp8refit.live.formats import AmaxOver, BlockFormat, Container, ScaleFormat
 from fp8refit.live.names import is_kv_scale
 from fp8refit.live.slots import Inventory, KvCache, Slot, Stacked, dtype_name
@@ -123,7 +124,7 @@ class EngineLayout(BaseModel, frozen=True):
     def verdict(self) -> str:
         """Whether the engine can be refitted, in a line."""
         if self.refusals:
-            return f"can be refitted: no, for {len(self.refusals)} cause(s)"
+            return f"can be refitted: no, for {len(by_cause(self.refusals))} cause(s)"
         num_fp8 = sum(slot.format is not None for slot in self.slots)
         return f"can be refitted: yes; {len(self.slots)} slots, {num_fp8} of them FP8"
 

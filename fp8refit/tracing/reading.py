@@ -36,6 +36,7 @@ from fp8refit.tracing.stored import (
     block_rows,
     blocks_of,
     box_of,
+    is_plain,
     matrices,
     own_tensors,
     why_not_stored,
@@ -46,6 +47,7 @@ from fp8refit.tracing.unused import unused_names
 
 NO_BLOCK_FP8 = "holds no block-FP8 weight"
 """Why an engine without quantized weights is refused."""
+_NOT_BOOTED_SO = "No supported quantization took effect when it booted"
 
 
 def read_inventory(model: nn.Module, rules: KernelRules, twin: Twin) -> Inventory:
@@ -86,7 +88,7 @@ class Reading:
     """
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]], rules: KernelRules, twin: Twin) -> None:
-        self._rules, self._twin = rules, twin
+        self._modules, self._rules, self._twin = modules, rules, twin
         self._copies: dict[str, list[Copy]] = {}
         for copy in twin.traced.copies:
             self._copies.setdefault(copy.parameter, []).append(copy)
@@ -152,9 +154,11 @@ class Reading:
         Args:
             model: Its class.
         """
-        if not self._refusals and not any(held.scale is not None for held in self.held):
-            reason, remedy = NO_BLOCK_FP8, self._rules.no_block_fp8
-            self._refusals.append(Refusal(module=model, reason=reason, remedy=remedy))
+        parameters = (item for _, module in self._modules for item in own_tensors(module, ("_parameters",)))
+        is_plain_model = all(is_plain(name, tensor) for name, tensor in parameters)
+        if is_plain_model or (not self._refusals and all(held.scale is None for held in self.held)):
+            remedy = f"{_NOT_BOOTED_SO}: {self._rules.no_block_fp8}"
+            self._refusals.insert(0, Refusal(module=model, reason=NO_BLOCK_FP8, remedy=remedy))
         naming, held = self._twin.naming, {slot.name for slot in self._slots}
         if not self._refusals:  # a refused layer may hold its weights under other names
             self._refuse_absent(held)

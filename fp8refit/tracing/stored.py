@@ -115,7 +115,12 @@ def _is_known(name: str, tensor: Tensor, scaled: Sequence[str]) -> bool:
         return tensor.dtype is FP8_DTYPE
     if name.endswith(SCALE_SUFFIX):
         return name.removesuffix(SCALE_SUFFIX) in scaled
-    return tensor.dtype in SOURCE_DTYPES and not name.endswith("weight_scale")
+    return is_plain(name, tensor)
+
+
+def is_plain(name: str, tensor: Tensor) -> bool:
+    """Whether a live tensor is no part of a quantized weight."""
+    return tensor.dtype in SOURCE_DTYPES and not name.endswith(("weight_scale", SCALE_SUFFIX))
 
 
 def _why_not_placed(name: str, weight: Tensor, scale: Tensor, block_format: BlockFormat) -> str | None:

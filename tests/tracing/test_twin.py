@@ -596,8 +596,26 @@ def test_another_quantization_is_refused(dtype):
     assert FakeKernelRules.other_quantization in refusal
 
 
+BF16_REFUSAL = "Module: holds no block-FP8 weight. No supported quantization took effect when it booted: Quantize it"
+
+
 def test_a_model_without_block_fp8_is_refused():
-    assert only_refusal(model_of(proj=nn.Linear(8, 8))) == "Module: holds no block-FP8 weight. Quantize it"
+    assert only_refusal(model_of(proj=nn.Linear(8, 8))) == BF16_REFUSAL
+
+
+def test_a_model_without_block_fp8_is_told_so_before_anything_else():
+    packed = nn.Linear(8, 8)
+    packed.weight = nn.Parameter(torch.empty(0))
+    first, other = read(model_of(proj=nn.Linear(8, 8), packed=packed)).refusals
+    assert str(first) == BF16_REFUSAL
+    assert str(other).startswith("packed: its kernel removed `weight`")
+
+
+def test_a_model_whose_quantized_layers_are_refused_is_not_told_to_quantize():
+    packed = nn.Linear(8, 8)
+    packed.weight = nn.Parameter(torch.empty(0))
+    (refusal,) = read(model_of(proj=BlockLinear(), packed=packed)).refusals
+    assert str(refusal).startswith("packed: its kernel removed `weight`")
 
 
 def test_a_layer_wrapped_for_lora_keeps_its_name():
