@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import typer.core
 from pydantic import ValidationError
+from rich.filesize import decimal
 from rich.markup import escape
 
 from fp8refit import __version__
@@ -21,7 +22,6 @@ from fp8refit.cli.console import (
     make_table,
     print_line,
     push_progress,
-    show_fields,
     write_json,
     write_result,
 )
@@ -35,7 +35,7 @@ from fp8refit.live.formats import PER_ROW, Container, ScaleFormat
 from fp8refit.live.layout import EngineLayout
 
 if TYPE_CHECKING:
-    from fp8refit.checkpoint import PushResult
+    from fp8refit.checkpoint import CheckpointReport, PushResult
     from fp8refit.cli.demo import DemoConfig, DemoResult, Round
 
 
@@ -175,7 +175,7 @@ def quantize(
     layout = _read_layout(like) if like is not None else None
     with ended_in_order(), byte_progress("quantize") as on_progress:
         report = quantize_checkpoint(src, dst, like=layout, on_progress=on_progress, **options)
-    write_result(report, partial(show_fields, title=str(dst)), as_json=as_json)
+    write_result(report, partial(_show_checkpoint, dst), as_json=as_json)
 
 
 @app.command()
@@ -272,6 +272,18 @@ def _read_layout(path: Path) -> EngineLayout:
         raise CheckpointError(
             f"{path}: is not a layout; write one with `fp8refit inspect MODEL --engine ENGINE --json`"
         ) from error
+
+
+def _show_checkpoint(folder: Path, report: "CheckpointReport") -> None:
+    print_line(console := make_console(), f"wrote {folder}")
+    table = make_table("tensors", "number", "scales")
+    for scale_format, count in report.scale_formats.items():
+        table.add_row("quantized", str(count), scale_format)
+    table.add_row("copied", str(report.num_copied), "")
+    console.print(table)
+    num_shards = len(report.shards)
+    sizes = f"{decimal(report.bytes_read)} read, {decimal(report.bytes_written)} written"
+    print_line(console, f"{sizes} to {num_shards} safetensors file{'s' * (num_shards != 1)}")
 
 
 def _show_push(result: "PushResult") -> None:

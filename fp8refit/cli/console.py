@@ -67,14 +67,6 @@ def make_table(*names: str, title: str | None = None, show_header: bool = True) 
     return Table(*columns, title=None if title is None else escape(title), show_header=show_header)
 
 
-def show_fields(report: BaseModel, *, title: str) -> None:
-    """Show a row per field."""
-    table = make_table("", "", title=title, show_header=False)
-    for name, value in report.model_dump(mode="json").items():
-        table.add_row(name.replace("_", " "), escape(str(value)))
-    make_console().print(table)
-
-
 @contextlib.contextmanager
 def byte_progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on standard error, driven by (bytes done, bytes in total)."""

@@ -349,7 +349,13 @@ def test_quantize_writes_what_the_engine_then_holds(checkpoint, tmp_path):
 def test_quantize_in_a_format(checkpoint, tmp_path):
     result = run("quantize", checkpoint, tmp_path / "fp8", "--scale-format", "ue8m0")
     assert result.exit_code == 0, result.output
-    assert "num quantized" in result.stdout and "ue8m0" in result.stdout
+    report = CheckpointReport.model_validate_json(run("quantize", checkpoint, tmp_path / "again", "--json").stdout)
+    folder, *table, sizes = result.stdout.splitlines()
+    assert folder == f"wrote {tmp_path / 'fp8'}"
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table if line.startswith("│")]
+    assert rows == [["quantized", str(report.num_quantized), "ue8m0"], ["copied", str(report.num_copied), ""]]
+    read, written = (f"{count / 1e3:.1f} kB" for count in (report.bytes_read, report.bytes_written))
+    assert sizes == f"{read} read, {written} written to 1 safetensors file"
     engine = to_block_fp8(make_model(seed=1))
     Refitter(engine).refit(tmp_path / "fp8")
     scale = engine.state_dict()[BAD_TENSOR + SCALE_SUFFIX]
