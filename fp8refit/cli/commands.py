@@ -117,12 +117,14 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Say whether this machine, and an engine, can do refits. Shows versions, plugins, GPUs and transports."""
-    from fp8refit.cli.doctor import Diagnosis, check_engine, check_machine, show_diagnosis
+    from fp8refit.cli.doctor import Diagnosis, check_engine, check_machine, judge_machine, show_diagnosis
 
     if engine is not None and target is None:
         raise typer.BadParameter("needs a model folder", param_hint="--engine")
     checks = list(check_machine())
-    if target is not None:
+    if target is None:
+        checks.append(judge_machine(checks))
+    else:
         boot = find_adapter(engine).boot if engine is not None else str
         with ended_in_order(), standard_output_to_error(), Refitter(boot(target)) as refitter:
             checks += check_engine(target, refitter.layout())

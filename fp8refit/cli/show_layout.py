@@ -12,7 +12,7 @@ from rich.table import Table
 
 from fp8refit.cli.console import WIDE, make_console, make_table, print_line
 from fp8refit.errors import by_cause
-from fp8refit.live.layout import EngineLayout, SlotLayout
+from fp8refit.live.layout import NO_SCALES, EngineLayout, SlotLayout
 from fp8refit.live.names import in_one, without_numbers
 
 
@@ -27,11 +27,11 @@ def show_layout(layout: EngineLayout) -> None:
     _show_aliases(console, layout.aliases)
     _show_written(console, layout.written_as)
     if layout.kv is not None:
-        counts = Counter(kind for kinds in layout.kv.scales.values() for kind in kinds)
-        scales = ", ".join(f"{count} of {kind}" for kind, count in counts.items()) or "none"
         place = f"{layout.kv.dtype} under {layout.kv.backend}" if layout.kv.backend else layout.kv.dtype
-        print_line(console, f"KV cache: {place}; scales: {scales}")
-        for refusal in layout.kv.refusals:
+        counts = Counter(kind for kinds in layout.kv.scales.values() for kind in kinds)
+        scales = f"scales: {', '.join(f'{count} of {kind}' for kind, count in counts.items()) or 'none'}"
+        print_line(console, f"KV cache: {place}; {scales if layout.kv.is_fp8 else NO_SCALES}")
+        for refusal in layout.kv.refusals if layout.kv.is_fp8 else ():
             print_line(console, f"KV scales cannot be set: {refusal}", "yellow")
     if layout.is_proved:
         console.print("The engine's own loader puts random values where these slots say.", highlight=False)

@@ -16,6 +16,9 @@ from fp8refit.live.slots import Inventory, KvCache, Slot, Stacked, dtype_name
 
 _DTYPES = frozenset(dtype_name(value) for value in vars(torch).values() if isinstance(value, torch.dtype))
 
+NO_SCALES = "not FP8: there are no scales to recompute"
+"""What is said of another KV cache."""
+
 
 class SlotLayout(BaseModel, frozen=True):
     """One slot without its storage."""
@@ -74,7 +77,7 @@ class SlotLayout(BaseModel, frozen=True):
 
 
 class KvLayout(BaseModel, frozen=True):
-    """The FP8 KV cache of one rank."""
+    """The KV cache of one rank."""
 
     dtype: str
     backend: str
@@ -82,6 +85,11 @@ class KvLayout(BaseModel, frozen=True):
     """The checkpoint names of attention layers, and the scales each has: `q`, `k`, `v`."""
     refusals: tuple[str, ...]
     """Why scales cannot be changed or measured."""
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the cache is FP8, with or without scales."""
+        return bool(self.scales) or "fp8" in self.dtype
 
     @classmethod
     def of(cls, cache: KvCache) -> "KvLayout":

@@ -112,6 +112,7 @@ def test_doctor_shows_what_this_machine_has(monkeypatch):
     assert f"fp8refit {__version__}" in said and f"torch {torch.__version__}" in said
     assert "adapters sglang, transformers, vllm" in said and "in /dev/shm" in said
     assert "drop-in on, keep=['*.bias']" in said
+    assert re.search("this machine can refit: yes; .*transformers in this environment, and servers by URL └", said)
     assert result.exit_code == 0 and result.stderr == ""
 
 
@@ -122,6 +123,8 @@ def test_doctor_says_whether_an_engine_can_be_refitted(checkpoint):
     num_fp8 = sum(slot.format is not None for slot in layout.slots)
     expected = f"can be refitted: yes; {len(layout.slots)} slots, {num_fp8} of them FP8"
     assert num_fp8 and checks[str(checkpoint)] == {"name": str(checkpoint), "found": expected, "problem": ""}
+    assert checks["KV cache"]["found"] == "auto, not FP8: there are no scales to recompute"
+    assert "this machine" not in checks
     assert expected in run("inspect", checkpoint, "--engine", "transformers").stdout.splitlines()[1]
 
 
@@ -139,6 +142,7 @@ def test_doctor_ends_badly_and_names_each_problem(variables, installed, problem,
     monkeypatch.setattr(doctor, "_version_of", lambda name: "1.2" if name in installed else version_of(name))
     result = run("doctor")
     assert problem in result.stderr and len(result.stderr.splitlines()) == 1
+    assert "can refit: no, for 1 cause(s)" in result.stdout.splitlines()[-2]
     assert result.exit_code == 1
 
 
@@ -260,13 +264,20 @@ def test_inspect_shows_slices_and_refusals(monkeypatch, capsys):
     scales = {"layers.0.attn": ("q", "k", "v"), "layers.1.attn": ("k", "v")}
     kv = KvLayout(dtype="fp8_e4m3", backend="FLASHINFER", scales=scales, refusals=("c: keeps [numbers]. Set z",))
     layout = EngineLayout(
-        engine="fake", versions={}, device="cpu", slots=(slot,), aliases={}, refusals=("b: repacked [x]. Set y",), kv=kv
+        engine="fake",
+        versions={},
+        device="cpu",
+        slots=(slot,),
+        aliases={},
+        refusals=("b: repacked [x]. Set y", "a: repacked [x]. Set y"),
+        kv=kv,
     )
+    assert layout.verdict == "can be refitted: no, for 1 cause(s)"
     monkeypatch.setenv("COLUMNS", "160")
     show_layout(layout)
     shown = capsys.readouterr().out
     assert "[128, 128] at [128, 0]" in shown and "ue8m0" in shown
-    assert "cannot be refitted: b: repacked [x]. Set y" in shown
+    assert "cannot be refitted: b, a: repacked [x]. Set y" in shown
     assert "KV cache: fp8_e4m3 under FLASHINFER; scales: 1 of q, 2 of k, 2 of v" in shown
     assert "KV scales cannot be set: c: keeps [numbers]. Set z" in shown
 
@@ -283,7 +294,8 @@ def test_names_are_whole_in_a_narrow_terminal_and_in_a_pipe(checkpoint, monkeypa
     rows = {cells[0].strip(): cells[3].strip() for cells in re.findall(r"^│" + 5 * r"([^│\n]*)│", piped, re.MULTILINE)}
     assert rows.keys() == names
     assert rows[BAD_TENSOR] == "float8_e4m3fn, fp32 scales per 128x128 block"
-    assert re.search("^KV scales cannot be set: .*kv_cache_dtype=.*$", piped, re.MULTILINE)
+    assert re.search("^KV cache: auto under .*; not FP8: there are no scales to recompute$", piped, re.MULTILINE)
+    assert "cannot be set" not in piped
 
 
 def broken(tmp_path, content):
