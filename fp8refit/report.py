@@ -225,7 +225,7 @@ class VerifyReport(BaseModel, frozen=True):
     differing: dict[str, tuple[int, ...]] = {}
     """Source tensors that differ from what a refit would write, and the ranks where they differ."""
     is_dirty: bool = False
-    """Whether the engine refuses requests until the next good refit, whatever it holds."""
+    """Whether a refit began and did not succeed: the engine refuses requests until one does, whatever it holds."""
     ranks: tuple[RankReport, ...] = ()
     """One entry per rank, in rank order."""
 

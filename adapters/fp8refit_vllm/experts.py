@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fp8refit.live.names import name_of_scale
 from fp8refit.live.slots import SCALE_SUFFIX
@@ -64,6 +64,12 @@ def sync_experts(module: Any) -> None:
         for scale in held:
             scale.data.clamp_(min=_LEAST_FLASHINFER_SCALE)
     config = module.quant_method.moe_quant_config
-    for scale, live in zip((config.w1_scale, config.w2_scale), held, strict=True):
-        if scale is not None and scale.data_ptr() != live.data_ptr():
+    given = [module._parameters.get(name) for name in ("w13_input_scale", "w2_input_scale")]
+    for scale, live in zip(scales_of_experts(config), (*held, *given), strict=True):
+        if scale is not None and live is not None and scale.data_ptr() != live.data_ptr():
             scale.copy_(live)
+
+
+def scales_of_experts(config: Any) -> tuple[Tensor | None, ...]:
+    """What the kernel reads: scales of both weights, and static ones of what they are given."""
+    return config.w1_scale, config.w2_scale, getattr(config, "a1_scale", None), getattr(config, "a2_scale", None)

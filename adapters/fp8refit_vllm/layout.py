@@ -10,8 +10,15 @@ from torch import Tensor, nn
 from fp8refit.live.slots import Refresh
 from fp8refit.tracing.rules import Kernel, Why
 from fp8refit.tracing.stored import is_experts
+from fp8refit_vllm.activations import ACTIVATION_SCALES
 from fp8refit_vllm.compat import block_format, dequantized, linear_kernel, wants_powers_of_two
-from fp8refit_vllm.experts import experts_backend, kernel_of_experts, sync_experts, why_experts_move
+from fp8refit_vllm.experts import (
+    experts_backend,
+    kernel_of_experts,
+    scales_of_experts,
+    sync_experts,
+    why_experts_move,
+)
 
 ROW_MAJOR_KERNELS = frozenset(
     {
@@ -38,7 +45,7 @@ _KV_SCALES = (
     *("_q_scale", "_k_scale", "_v_scale", "_prob_scale", "_k_scale_cpu", "_v_scale_cpu"),
     *("q_range", "k_range", "v_range"),
 )
-_KEPT = frozenset((*_ABSORBED, _JOINED_GATES, "kv_cache", "lora_manager", *_KV_SCALES))
+_KEPT = frozenset((*_ABSORBED, _JOINED_GATES, "kv_cache", "lora_manager", *_KV_SCALES, *ACTIVATION_SCALES))
 _KEPT_BY_LORA = frozenset(("punica_wrapper", "adapter_enabled"))
 
 
@@ -86,7 +93,9 @@ class VllmRules:
         return experts_backend(module) == "FLASHINFER_CUTLASS"
 
     def kept(self, module: nn.Module) -> Collection[str]:
-        """Absorbed copies and joined gates, which are refreshed; KV caches and their scales; LoRA adapters."""
+        """Absorbed copies, joined gates and scales of activations, which are refreshed; KV caches and their scales; LoRA
+        adapters.
+        """
         own = vars(module) | module._buffers | module._parameters
         is_adapted = "base_layer" in module._modules
         return [key for key in own if key in _KEPT or (is_adapted and ("lora" in key or key in _KEPT_BY_LORA))]
@@ -100,8 +109,8 @@ class VllmRules:
         for name, module in model.named_modules():
             layer: Any = module
             if is_experts(module):
-                config = layer.quant_method.moe_quant_config
-                scales = tuple(each for each in (config.w1_scale, config.w2_scale) if each is not None)
+                found = scales_of_experts(layer.quant_method.moe_quant_config)
+                scales = tuple(each for each in found if each is not None)
                 yield Refresh(name=f"{name} scales", run=partial(sync_experts, module), written=scales)
             if hasattr(module, _JOINED_GATES):
                 yield Refresh(name=f"{name}: joined gates", run=partial(_join_gates, module))

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fp8refit.driver.attach import hold, made_once
 from fp8refit.driver.drop_in import DropInOptions
@@ -20,13 +20,13 @@ from fp8refit.live.slots import Inventory, Refresh, Refusal
 from fp8refit.ranks.rank import Rank
 from fp8refit.ranks.target import Target
 from fp8refit.remote.rank_server import RankServer
-from fp8refit.tracing.activations import read_activation_scales
 from fp8refit.tracing.inventory import inventory_of
 from fp8refit.tracing.twin import Twin
 from fp8refit.transport.process_group import ProcessGroupExchange
 from fp8refit.transport.shared_flag import SharedFlag
 from fp8refit.transport.vote import Group
 from fp8refit_vllm import drop_in
+from fp8refit_vllm.activations import read_activation_scales, restore_activation_scales
 from fp8refit_vllm.compat import (
     DROP_IN,
     NEEDED,
@@ -102,14 +102,9 @@ def show_flag(worker: Any) -> str:
     hold(WorkerModel(worker).network, worker)
     on_deep_sleep(worker, lambda: rank_of(worker).target.forget_values())
     drop_in.install(worker, lambda: rank_of(worker))
-    activation_scales_of(worker)  # before the engine can sleep
-    return flag_of(worker).segment.model_dump_json()
-
-
-def activation_scales_of(worker: Any) -> dict[str, Tensor]:
-    """Copies of the static scales of activations with which `worker` booted."""
     runner = worker.model_runner
-    return made_once(runner, _SCALES, lambda: read_activation_scales(runner.get_model()))
+    made_once(runner, _SCALES, lambda: read_activation_scales(runner.get_model()))
+    return flag_of(worker).segment.model_dump_json()
 
 
 def flag_of(worker: Any) -> SharedFlag:
@@ -184,11 +179,11 @@ class WorkerModel:
     def read_inventory(self) -> Inventory:
         """List the model's slots, what cannot be refitted, and what must be refreshed after a write."""
         network, config = self.network, self._worker.vllm_config
-        has_noise = has_dummy_weights(config)
-        scales = {} if has_noise else activation_scales_of(self._worker)
-        inventory = inventory_of(network, VllmRules(), self._twin, has_noise=has_noise, activation_scales=scales)
+        inventory = inventory_of(network, VllmRules(), self._twin, has_noise=has_dummy_weights(config))
         kv = replace(read_kv_cache(self._worker, network), before_write=self._reset_dummy_scales)
-        refusals, refreshes = inventory.refusals, inventory.refreshes
+        scales = {} if has_dummy_weights(config) else getattr(self._worker.model_runner, _SCALES, {})
+        restored, without = restore_activation_scales(network, scales)
+        refusals, refreshes = inventory.refusals + without, restored + inventory.refreshes
         if (method := draft_method(config)) is not None:
             reason = f"drafts tokens with its own weights ({method}), which a refit would not update"
             refusals += (Refusal(module="draft model", reason=reason, remedy="Boot without speculative_config"),)

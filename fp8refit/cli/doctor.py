@@ -72,11 +72,11 @@ def check_machine() -> Iterator[Check]:
 
 def judge_machine(checks: Sequence[Check]) -> Check:
     """Say whether this machine can do refits, and of which engines."""
-    problems = [check for check in checks if check.problem]
+    num_problems = sum(bool(check.problem) for check in checks)
     found = {check.name: check.found for check in checks}
     here = [name for name in (*_BUILDS, "transformers") if found[name] != _ABSENT]
-    said = f"can refit: yes; {', '.join(here) or 'no engine'} in this environment, and servers by URL"
-    return Check(name="this machine", found=f"can refit: no, for {len(problems)} cause(s)" if problems else said)
+    said = f"can refit: {', '.join(here) or 'no engine'} in this environment, and servers by URL"
+    return Check(name="this machine", found=said + (f"; {num_problems} problem(s) above" if num_problems else ""))
 
 
 def check_engine(name: str, layout: EngineLayout) -> Iterator[Check]:

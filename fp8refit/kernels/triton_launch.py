@@ -63,19 +63,23 @@ class Launch:
 
     def __init__(self, kernel: Any, constants: Mapping[str, Any], tiles_per_program: int = 1, **options: int) -> None:
         self._kernel, self._options, self._tiles_per_program = kernel, options, tiles_per_program
+        self._compiled: Any = None
         self._constants = tuple(constants[name] for name in kernel.arg_names[-len(constants) :])
 
     def launch(self, grid: tuple[int, int, int], *arguments: Any) -> None:
         """Launch on the current stream of the current device, which must hold the arguments."""
-        compiled = self._kernel[grid](*arguments, *self._constants, **self._options)
-        if compiled is not None:
-            self._kernel, self._options = compiled, {}
+        if self._compiled is not None:
+            self._compiled[grid](*arguments, *self._constants)
+        else:
+            self._compiled = self._kernel[grid](*arguments, *self._constants, **self._options)
 
     def compile_for_tiles(self, arrays: tuple[Tensor, ...]) -> None:
-        """Compile the kernel for the arrays that `launch_tiles` gets, if it is not compiled yet."""
-        if isinstance(self._kernel, triton.JITFunction):
-            arguments = *arrays, 0, 0, 1, *self._constants
-            self._kernel, self._options = self._kernel.warmup(*arguments, grid=(1, 1, 1), **self._options), {}
+        """Compile the kernel for the arrays that `launch_tiles` gets, and load it, if that was not done yet."""
+        if self._compiled is None and isinstance(self._kernel, triton.JITFunction):
+            compiled = self._kernel.warmup(*arrays, 0, 0, 1, *self._constants, grid=(1, 1, 1), **self._options)
+            if compiled is not None:
+                compiled[1, 1, 1]  # loads it: launches nothing, but may find no room
+                self._compiled = compiled
 
     def launch_tiles(self, arrays: tuple[Tensor, ...], shift: int, first_tile: int, num_tiles: int) -> None:
         """Launch some tiles of a table, as `launch` does.

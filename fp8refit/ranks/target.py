@@ -151,7 +151,7 @@ class Target:
         foreign: frozenset[str] = frozenset(),
         compares: bool = False,
     ) -> Prepared:
-        """Check names, shapes, dtypes and scales, and compile what is missing, kernels too. Writes nothing; may be repeated.
+        """Check names, shapes, dtypes and scales, and compile what is missing. Writes nothing; may be repeated.
 
         Args:
             source: The whole policy.

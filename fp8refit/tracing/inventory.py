@@ -1,31 +1,23 @@
 """Puts together what a refit of a traced model writes: its slots, and what the engine derives from them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fp8refit.live.copies import Copies
 from fp8refit.live.latent import Absorbed, with_absorbed
 from fp8refit.live.parameters import live_tensors
 from fp8refit.live.slots import Inventory, Refusal
-from fp8refit.tracing.activations import keep_activation_scales, read_activation_scales
 from fp8refit.tracing.proof import with_proof
 from fp8refit.tracing.reading import read_inventory
 from fp8refit.tracing.rules import KernelRules
 from fp8refit.tracing.twin import Twin, refreshes_of_constants
 
 
-def inventory_of(
-    model: nn.Module,
-    rules: KernelRules,
-    traced: Twin | Refusal,
-    *,
-    has_noise: bool = False,
-    activation_scales: Mapping[str, Tensor] | None = None,
-) -> Inventory:
+def inventory_of(model: nn.Module, rules: KernelRules, traced: Twin | Refusal, *, has_noise: bool = False) -> Inventory:
     """List everything that a refit of `model` writes, and everything that cannot be refitted.
 
     Args:
@@ -33,18 +25,13 @@ def inventory_of(
         rules: What its engine's kernels do.
         traced: The trace of the model's loader, or why it could not be traced.
         has_noise: Whether the engine was booted with dummy weights.
-        activation_scales: What `read_activation_scales` gave at boot; by default the model has them now.
     """
     if isinstance(traced, Refusal):
         return Inventory(slots=(), live=live_tensors(model), refusals=(traced,))
     inventory = with_proof(read_inventory(model, rules, traced), model, rules, traced)
     inventory = with_absorbed(inventory, _absorbed(model, rules))
     constants = refreshes_of_constants(model, traced, rules.kept) if has_noise else ()
-    if activation_scales is None:
-        activation_scales = {} if has_noise else read_activation_scales(model)
-    scales, without = keep_activation_scales(model, activation_scales)
-    refreshes = (*inventory.refreshes, *rules.refreshes(model), *constants, *scales)
-    inventory = replace(inventory, refreshes=refreshes, refusals=(*inventory.refusals, *without))
+    inventory = replace(inventory, refreshes=(*inventory.refreshes, *rules.refreshes(model), *constants))
     return replace(inventory, find_copies=Copies(model, inventory, built=traced.values, kept=rules.kept).refusals)
 
 

@@ -30,7 +30,6 @@ from fp8refit.tracing.records import Base, Computed, Copy
 from fp8refit.tracing.rules import KernelRules, Why
 from fp8refit.tracing.staged import Staged, fault_of_recipe
 from fp8refit.tracing.stored import (
-    ACTIVATION_SCALES,
     TWO_HALVES,
     are_matrices,
     block_rows,
@@ -218,7 +217,7 @@ class Reading:
         kept = self._rules.kept(module)
         found = {}
         for name, tensor in own.items():
-            if name in kept or name in ACTIVATION_SCALES:
+            if name in kept:
                 continue
             full_name = twin_name(prefix, name)
             place = tensor.data_ptr(), tensor.shape, tensor.stride()

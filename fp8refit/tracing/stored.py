@@ -18,8 +18,6 @@ from fp8refit.tracing.rules import KernelRules, Why
 
 TWO_HALVES = "w13_weight"
 """Gate and up projections of an expert layer, one above the other."""
-ACTIVATION_SCALES = frozenset({"input_scale", "w13_input_scale", "w2_input_scale"})
-"""Static scales of what a linear layer, or either projection of experts, is given."""
 
 
 def is_experts(module: nn.Module) -> bool:

@@ -57,7 +57,7 @@ def main() -> None:
             "has_code": "cubin" in compiled.asm,
         }
         print(json.dumps(found), flush=True)
-        return compiled
+        return {(1, 1, 1): None} if warmup else None
 
     JITFunction.run = compile_only
     wanted = sys.argv[2].split(",") if sys.argv[2:] else ("bfloat16", "float16", "float32")

@@ -191,9 +191,16 @@ FAULTS = [
         found_by="tests/fuzz/test_servers.py -k no_url",
     ),
     Fault(
+        name="a pause that comes after its end pauses",
+        at="fp8refit/remote/servers/order_handler.py::OrderHandler._check_is_next",
+        before="0 < order.number == last",
+        after="0 > order.number",
+        found_by="tests/remote/servers/test_server_driver.py -k after_its_end",
+    ),
+    Fault(
         name="what ends a pause ends a later one of the same driver",
-        at="fp8refit/remote/servers/order_handler.py::OrderHandler._obey",
-        before="order.number < self._last[1]",
+        at="fp8refit/remote/servers/order_handler.py::OrderHandler._check_is_next",
+        before="order.number < last",
         after="order.number < 0",
         found_by="tests/remote/servers/test_server_driver.py -k earlier_pause",
     ),

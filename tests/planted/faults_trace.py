@@ -10,17 +10,10 @@ PROOF = "tests/tracing/test_proof.py"
 FAULTS = [
     Fault(
         name="static scales of activations that no checkpoint filled are kept",
-        at="fp8refit/tracing/activations.py::keep_activation_scales",
-        before="value is None or not torch.all((value > 0) & value.isfinite())",
-        after="value is None",
-        found_by="tests/tracing/test_activations.py",
-    ),
-    Fault(
-        name="static scales of activations are those of the moment",
-        at="fp8refit/tracing/inventory.py::inventory_of",
-        before="keep_activation_scales(model, activation_scales)",
-        after="keep_activation_scales(model, read_activation_scales(model))",
-        found_by="tests/tracing/test_activations.py",
+        at="adapters/fp8refit_vllm/activations.py::restore_activation_scales",
+        before="value is None or value.shape != tensor.shape or not torch.all((value > 0) & value.isfinite())",
+        after="value is None or value.shape != tensor.shape",
+        found_by="tests/adapters/test_vllm_activations.py",
     ),
     Fault(
         name="experts of published stacks that are transposed have no names of their own",

@@ -52,7 +52,7 @@ class OrderHandler:
         self._process = -1
         self._version = self._least = 0
         self._last: tuple[Caller | None, int] = None, 0
-        """Who paused last, and which of its pauses that was."""
+        """Whose order began or ended a pause last, and which of its pauses that was."""
         self._ending: asyncio.Task[None] | None = None
         self._obeying: asyncio.Task[Answer | KeyboardInterrupt | SystemExit] | None = None
 
@@ -115,12 +115,10 @@ class OrderHandler:
 
     async def _obey(self, order: AnyOrder, driver: Caller) -> Answer:
         controls, is_held = self._controls, self._holder is not None
-        if isinstance(order, orders.OfPause) and driver == self._last[0] and order.number < self._last[1]:
-            raise RankFailedError(
-                f"an order to {order.step} came again or too late: this driver has begun another refit since; refit again"
-            )
+        if isinstance(order, orders.OfPause):
+            self._check_is_next(order, driver)
         if isinstance(order, orders.Pause):
-            self._since_s, self._last = time.monotonic(), (driver, order.number)
+            self._since_s = time.monotonic()
             self._hold_for(driver, order.config.timeout_s + SILENCE_S)  # before, so that what interrupts it is ended
             try:
                 return Answer(value=await controls.pause(order.config))
@@ -163,6 +161,15 @@ class OrderHandler:
             self._note(is_dirty=0, **({"seconds": time.monotonic() - self._since_s} if is_held else {}))
             self._let_go()
         return Answer()
+
+    def _check_is_next(self, order: orders.OfPause, driver: Caller) -> None:
+        """Refuse what begins or ends a pause after a later one of the same driver, and a pause that has begun or ended."""
+        last = self._last[1] if driver == self._last[0] else 0
+        if order.number < last or (isinstance(order, orders.Pause) and 0 < order.number == last):
+            raise RankFailedError(
+                f"an order to {order.step} came again or too late: this driver has begun another refit since; refit again"
+            )
+        self._last = driver, order.number
 
     def _hold_for(self, driver: Caller, silence_s: float) -> None:
         self._let_go()

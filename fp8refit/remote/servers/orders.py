@@ -24,7 +24,7 @@ from fp8refit.errors import RankFailedError, UnsupportedEngineError
 from fp8refit.remote.protocol.messages import Message, Place, first_problem
 from fp8refit.transport.vote import ErrorRecord
 
-PROTOCOL: Final = 4
+PROTOCOL: Final = 5
 """Version of these messages; both sides must use the same."""
 MAX_BYTES = 1 << 28
 """Maximum size of an answer."""
@@ -110,6 +110,7 @@ class Hello(Message):
 class OfPause(Message):
     """Begins or ends a pause."""
 
+    step: str
     number: int = Field(default=0, ge=0, lt=1 << 63)
     """Which of the driver's pauses."""
 
@@ -193,7 +194,7 @@ class Caller(Message):
 class OrderRequest(Message):
     """One order of one driver."""
 
-    protocol: Literal[4] = PROTOCOL
+    protocol: Literal[5] = PROTOCOL
     driver: Caller
     order: AnyOrder
 

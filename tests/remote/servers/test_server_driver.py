@@ -288,6 +288,20 @@ def test_an_order_of_an_earlier_pause_of_the_same_driver_does_nothing(late, runn
     assert running.events == [*events, "resume"]
 
 
+def test_a_pause_that_comes_after_its_end_pauses_nothing(running, server):
+    """The driver gave it up while the order was on its way, or the order came again."""
+    server.post(Resume(number=1), timeout_s=5)
+    for number in (1, 2):
+        if number == 2:
+            server.post(pause(number=number), timeout_s=5)
+            server.post(Resume(number=number), timeout_s=5)
+        events = list(running.events)
+        with pytest.raises(RankFailedError, match="an order to pause came again or too late"):
+            server.post(pause(number=number), timeout_s=5)
+        assert running.events == events
+    Refitter(URL).refit(running.cluster.make_policy(1))
+
+
 def test_a_driver_numbers_its_pauses(running, monkeypatch):
     answer, numbers = running.answer, []
 
