@@ -29,6 +29,8 @@ class Connection:
         self.place: Place | None = None
         """Where the other end runs, once known."""
         self._caller = Caller.new()
+        self.num_pauses = 0
+        """How many pauses this caller has asked for."""
 
     @property
     def is_here(self) -> bool:

@@ -41,7 +41,6 @@ class ServerDriver(ControlPlane, Channel):
         self.server = server
         self._timeout_s = RefitConfig().timeout_s
         self._new_version: int | None = None
-        self._num_pauses = 0
         self.pinged = server.ping()
         """Name of the server that answered, which changes with every start."""
 
@@ -55,16 +54,17 @@ class ServerDriver(ControlPlane, Channel):
 
     @override
     async def pause(self, config: RefitConfig) -> int:
-        self._timeout_s, self._new_version, self._num_pauses = config.timeout_s, None, self._num_pauses + 1
-        return (await self._post(Pause(config=config, number=self._num_pauses))).value
+        self._timeout_s, self._new_version = config.timeout_s, None
+        self.server.num_pauses += 1
+        return (await self._post(Pause(config=config, number=self.server.num_pauses))).value
 
     @override
     async def resume(self) -> None:
-        await self._post(Resume(version=self._new_version, number=self._num_pauses))
+        await self._post(Resume(version=self._new_version, number=self.server.num_pauses))
 
     @override
     async def refuse(self, reason: str) -> None:
-        await self._post(Refuse(reason=reason[:MAX_REASON], number=self._num_pauses))
+        await self._post(Refuse(reason=reason[:MAX_REASON], number=self.server.num_pauses))
 
     @override
     async def flush_caches(self) -> None:

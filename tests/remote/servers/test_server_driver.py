@@ -316,6 +316,13 @@ def test_a_driver_numbers_its_pauses(running, monkeypatch):
     assert list(filter(None, numbers)) == [1, 1, 2, 2]
 
 
+def test_drivers_of_one_connection_number_their_pauses_together(running, server):
+    for driver in (ServerDriver(server), ServerDriver(server)):
+        asyncio.run(driver.pause(RefitConfig()))
+        asyncio.run(driver.resume())
+    assert running.events == ["pause", "resume"] * 2
+
+
 def test_a_pause_that_fails_ends_no_earlier_one(running, server, monkeypatch):
     async def busy(config):
         raise EngineBusyError("requests did not finish in time")
