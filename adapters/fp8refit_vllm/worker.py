@@ -99,11 +99,11 @@ def serve(worker: Any, message: str) -> str:
 
 def show_flag(worker: Any) -> str:
     """Called by the engine core at boot: prepare `worker` for updates and return where its flag is."""
-    hold(WorkerModel(worker).network, worker)
+    network = WorkerModel(worker).network
+    hold(network, worker)
     on_deep_sleep(worker, lambda: rank_of(worker).target.forget_values())
     drop_in.install(worker, lambda: rank_of(worker))
-    runner = worker.model_runner
-    made_once(runner, _SCALES, lambda: read_activation_scales(runner.get_model()))
+    made_once(worker.model_runner, _SCALES, lambda: read_activation_scales(network))
     return flag_of(worker).segment.model_dump_json()
 
 
@@ -179,9 +179,10 @@ class WorkerModel:
     def read_inventory(self) -> Inventory:
         """List the model's slots, what cannot be refitted, and what must be refreshed after a write."""
         network, config = self.network, self._worker.vllm_config
-        inventory = inventory_of(network, VllmRules(), self._twin, has_noise=has_dummy_weights(config))
+        has_noise = has_dummy_weights(config)
+        inventory = inventory_of(network, VllmRules(), self._twin, has_noise=has_noise)
         kv = replace(read_kv_cache(self._worker, network), before_write=self._reset_dummy_scales)
-        scales = {} if has_dummy_weights(config) else getattr(self._worker.model_runner, _SCALES, {})
+        scales = {} if has_noise else getattr(self._worker.model_runner, _SCALES, {})
         restored, without = restore_activation_scales(network, scales)
         refusals, refreshes = inventory.refusals + without, restored + inventory.refreshes
         if (method := draft_method(config)) is not None:
