@@ -62,7 +62,7 @@ class Vllm(Observed):
 
     def __init__(self, model: Path, *, is_inside: bool = False, is_noise: bool = False, **options: Any) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if is_inside else "1"
-        # torch.compile times ways to sum, so that two engines with the same weights differ in the last bits.
+        # Else torch.compile times ways to sum, and two engines with the same weights may differ in the last bits.
         os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
         from vllm import LLM
 
