@@ -228,7 +228,7 @@ def render_highlights(rows: list[Row], single: dict[str, Any], sglang: dict[str,
     )
     return (
         f"Qwen3-8B shape, {single['gpu']}, medians. First two rows: the refitted engine {equals} a fresh "
-        f"boot in bytes and tokens ([later builds](docs/speed.md#later-builds)).\n\n"
+        f"boot in bytes, tokens and log-probabilities ([builds side by side](docs/speed.md#later-builds)).\n\n"
         f"| | refit | compared with |\n| --- | ---: | --- |\n"
         f"{table}{_footnote([(found, parts) for *_, found, parts in rows])}"
     )
@@ -263,14 +263,18 @@ def render_one(result: dict[str, Any]) -> str:
         ("prefix-cache flush, not included above", f"{phases['flush']:.2f} ms"),
         ("host time to the first kernel", f"{versus['ours_first_launch_ms_median']:.2f} ms"),
         (
-            "first refit before slots were traced (now see [First refits](#first-refits)), kernels cached",
+            "first refit, after the loader was traced and with kernels cached",
             f"{result['first_refit_warm_kernel_cache']['wall_s'] * 1e3:.0f} ms",
         ),
         (
-            "the same, kernels compiled",
+            "first refit of all: [trace, proof](#first-refits) and kernels compiled",
             f"{result['first_refit_cold_kernel_cache']['wall_s'] * 1e3:.0f} ms",
         ),
-        ("extra GPU memory", f"{result['first_refit_cold_kernel_cache']['peak_extra_bytes'] / 2**20:.1f} MiB"),
+        (
+            "extra GPU memory, most of it for the proof",
+            f"{result['first_refit_cold_kernel_cache']['peak_extra_bytes'] / 2**20:.0f} MiB",
+        ),
+        ("extra GPU memory of later refits", f"{fifty['max_peak_extra_bytes'] / 2**20:.1f} MiB"),
         (
             "50 refits to 50 policies, generating between them",
             f"{fifty['wrong_slots']} wrong slots, {fifty['moved_tensors']} moved tensors, "
@@ -285,7 +289,7 @@ def render_one(result: dict[str, Any]) -> str:
             (f"from {label}", f"{result['streams'][kind]['s']:.2f} s, two buckets")
             for kind, label in (
                 ("cpu", "CPU tensors"),
-                ("safetensors", "safetensors files (measured when files were memory-mapped; they are now read)"),
+                ("safetensors", "safetensors files"),
             )
         ),
     ]
@@ -1015,7 +1019,9 @@ def render_ages(results: Iterable[dict[str, Any]]) -> str:
 
 def _machines(results: list[dict[str, Any]]) -> str:
     """GPUs and versions."""
-    versions = {f"{name} {version}" for found in results for name, version in found["versions"].items()}
+    versions = {
+        f"{name} {version.partition('+')[0]}" for found in results for name, version in found["versions"].items()
+    }
     cards = sorted({f"{_card(found['gpu'])}s" for found in results})
     return f"NVIDIA {' and '.join(cards)}; {', '.join(sorted(versions))}"
 
