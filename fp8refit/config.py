@@ -241,22 +241,23 @@ def _why_invalid(problem: Mapping[str, Any]) -> str:
     return f"no option `{where}`; " + (f"did you mean `{closest[0]}`?" if closest else f"there are {', '.join(known)}")
 
 
-def refuse_others(call: Callable[..., object], others: Mapping[str, object]) -> None:
-    """Refuse what a method of a `Refitter` or `Broadcaster` does not take.
+def refuse_others(call: Callable[..., object], others: Mapping[str, object], *, where: str = "") -> None:
+    """Refuse what a method does not take.
 
     Args:
         call: The method.
         others: What it was given besides.
+        where: What takes options; the method's class if empty.
 
     Raises:
         InvalidOptionError: There is something; says where options go.
     """
     if others:
-        raise InvalidOptionError("\n".join(_why_not_here(call, name) for name in others))
+        raise InvalidOptionError("\n".join(_why_not_here(call, name, where) for name in others))
 
 
-def _why_not_here(call: Callable[..., object], name: str) -> str:
-    owner = call.__qualname__.partition(".")[0]
+def _why_not_here(call: Callable[..., object], name: str, where: str) -> str:
+    owner = where or call.__qualname__.partition(".")[0]
     parameters = inspect.signature(call).parameters.values()
     taken = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
     options = (*_names_of(RefitConfig), "config", "on_refit")

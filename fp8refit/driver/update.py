@@ -7,11 +7,11 @@ when that arrives.
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Never, Self, Unpack
 
 from torch import Tensor
 
-from fp8refit.config import Options, RefitConfig
+from fp8refit.config import Options, RefitConfig, refuse_others
 from fp8refit.driver.attach import attach_engine
 from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.driver.refitter import Refitter
@@ -90,7 +90,7 @@ class Update(AbstractContextManager["Update"]):
         self._source, self._refitter, self._engine, self._order = source, refitter, engine, order
         self._steps: Coroutine[Any, Any, RefitReport] | None = None
 
-    def load(self, bucket: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+    def load(self, bucket: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], **_others: Never) -> None:
         """Write a bucket of any number of tensors.
 
         Tensors on the engine's GPU are read in place, by work queued on the current stream; later work on that stream
@@ -104,7 +104,9 @@ class Update(AbstractContextManager["Update"]):
             RefitError: Something does not fit. With several ranks it is raised on leaving the block, on all of them,
                 because other ranks may be waiting for this one in a collective operation of the trainer.
             EngineDirtyError: The update has already failed.
+            InvalidOptionError: An option, which `update` takes.
         """
+        refuse_others(self.load, _others, where="update")
         if self._steps is None:
             raise EngineDirtyError(
                 "nothing can be loaded: its block was left or not entered, or another call is not over"

@@ -12,6 +12,7 @@ from fp8refit.errors import (
     CacheFlushError,
     EngineDirtyError,
     EngineLostError,
+    InvalidOptionError,
     InvalidSourceError,
     NonFiniteError,
     UnsupportedEngineError,
@@ -215,6 +216,12 @@ def test_nothing_is_loaded_before_or_after_the_block():
     update = fp8refit.update(Site().clients[0])
     with pytest.raises(EngineDirtyError, match="was left or not entered"):
         update.load([])
+
+
+def test_an_option_of_a_bucket_is_our_error_that_says_where_it_goes():
+    update = fp8refit.update(Site().clients[0])
+    with pytest.raises(InvalidOptionError, match=r"^`rename` is an option, .*: pass update\(\.\.\., rename=\.\.\.\)$"):
+        update.load([], rename="a=")
 
 
 def test_values_cannot_be_looked_for_twice():
