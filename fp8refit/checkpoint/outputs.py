@@ -45,6 +45,8 @@ class Output:
     """None if it is copied."""
     written: tuple[str, ...]
     """Names it is stored under; see `Inventory.written_as`."""
+    shared_with: str = ""
+    """The first of the tensors that share its scale; empty if the scale is its own."""
     container: Container = Container.FP8
     """Where it is stored."""
 
@@ -68,7 +70,7 @@ class Output:
         for name, *_ in stored_as(self.written, self.source.shape):
             yield name
             if self.format is not None:
-                yield name + self.container.scale_suffix
+                yield name + self.container.scale_suffix(self.format)
 
 
 def select(source: SafetensorsSource, config: Mapping[str, Any], *, takes_stacks: bool) -> dict[str, TensorMeta]:
@@ -131,7 +133,7 @@ def outputs_like(layout: EngineLayout, metadata: Mapping[str, TensorMeta]) -> li
     problems = [
         f"{slot.name}: slots of this engine need it in different formats"
         for slot in layout.slots
-        if slot.format != slots[slot.name].format
+        if (slot.format, slot.shared_with) != (slots[slot.name].format, slots[slot.name].shared_with)
     ]
     stacks = {stack.name: stack for stack in layout.stacked}
     outputs, is_unneeded = [], are_unneeded(layout.unneeded)
@@ -167,8 +169,8 @@ def _judge(
         slot = slots[next(iter(stack.parts))]
     if slot is None:
         return _copied(name, meta, meta.dtype) if is_unneeded(name) else "this engine has no such weight"
-    if slot.format is not None and slot.format.is_shared:
-        return f"this engine holds it with one scale, which no checkpoint is written with; {_BOOT_BF16}"
+    if slot.format is not None and slot.format.is_shared and not slot.shared_with:
+        return "an earlier version wrote this layout, without what shares its scale; inspect the engine again"
     if slot.is_rearranged:
         return f"this model's checkpoints hold it in an order that does not match its blocks; {_BOOT_BF16}"
     if not written:
@@ -181,7 +183,8 @@ def _judge(
 
 def _output_for_slot(name: str, meta: TensorMeta, slot: SlotLayout, written: tuple[str, ...]) -> Output:
     if slot.format is not None:
-        return Output(name=name, source=meta, dtype=slot.format.codes.dtype, format=slot.format, written=written)
+        dtype, shared_with = slot.format.codes.dtype, slot.shared_with
+        return Output(name=name, source=meta, dtype=dtype, format=slot.format, written=written, shared_with=shared_with)
     # As in a refit, fp32 is converted straight to the engine's dtype, without rounding to BF16 first.
     return _copied(name, meta, getattr(torch, slot.dtype) if meta.dtype is torch.float32 else meta.dtype)
 

@@ -1,4 +1,4 @@
-"""Converts a BF16 checkpoint to a block-FP8 checkpoint that stock vLLM and SGLang boot from.
+"""Converts a BF16 checkpoint to an FP8 checkpoint that stock vLLM and SGLang boot from.
 
 The codes and scales are those `refit` writes from the same weights. Given an engine's layout, they are byte for byte what
 that engine holds after loading. All or nothing: the result is written beside its destination and renamed at the end. Into
@@ -10,6 +10,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ from fp8refit.checkpoint.outputs import (
 )
 from fp8refit.checkpoint.whole_folder import CONFIG_NAME, becoming, free_place, naming
 from fp8refit.errors import CheckpointError, NonFiniteError
-from fp8refit.kernels import quantize_blockwise
+from fp8refit.kernels import Maxima, Task, compile_table, quantize_blockwise
 from fp8refit.live.formats import BlockFormat, Container, ScaleFormat
 from fp8refit.live.layout import EngineLayout
-from fp8refit.live.slots import stored_as
+from fp8refit.live.slots import Op, stored_as
 from fp8refit.sources.checkpoints import SafetensorsSource
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
@@ -70,7 +71,7 @@ def quantize_checkpoint(
     on_progress: Callable[[int, int], None] | None = None,
     device: torch.device | None = None,
 ) -> CheckpointReport:
-    """Write a Hugging Face checkpoint as block FP8.
+    """Write a Hugging Face checkpoint as FP8.
 
     Linear weights become E4M3 codes under their own name and float32 scales under the container's, by default `..._scale_inv`;
     the rest is copied. fp32 is rounded to BF16 first, as in `refit`. The LM head of a tied model is left out. Peak memory: one
@@ -80,9 +81,10 @@ def quantize_checkpoint(
         src: Folder with `config.json` and safetensors in bfloat16, float16 or float32.
         dst: Folder to write. It must not exist, or be empty. An empty folder is kept, since it may be the current folder,
             a mount or the target of a link.
-        like: Layout of the engine that will boot from the result (`fp8refit inspect --json`). What it holds as block FP8
-            is quantized in its slot's format and block size, and nothing else; `scale_format`, `block_size` and
-            `container` are ignored. Without it, every 2-D `*_proj.weight` and expert weight is quantized.
+        like: Layout of the engine that will boot from the result (`fp8refit inspect --json`). What it holds as FP8 is
+            quantized in its slot's format and block size, with one scale where the engine has one, and nothing else;
+            `scale_format`, `block_size` and `container` are ignored. Without it, every 2-D `*_proj.weight` and expert
+            weight is quantized.
         scale_format: Format of every scale.
         block_size: Rows and columns of one block; `(1, WHOLE)` of `fp8refit.live.formats` is one scale per row, which
             compressed-tensors has.
@@ -123,7 +125,9 @@ def quantize_checkpoint(
     others = _other_files(src)
     num_bytes = sum(output.num_bytes for output in outputs) + sum(file.stat().st_size for file in others)
     with becoming(dst, num_bytes) as folder:
-        _write_shards(source, shards, folder, device=device, on_progress=on_progress)
+        reader = _Reader(source, outputs, on_progress)
+        maxima = _read_maxima(reader, outputs, device)
+        _write_shards(reader, shards, folder, maxima, device=device)
         _write_index(shards, folder / INDEX_NAME)
         for file in others:
             with naming(file):
@@ -154,54 +158,82 @@ def _read_config(src: Path) -> dict[str, Any]:
     return config
 
 
+class _Reader:
+    """Reads tensors to be written, those that share a scale twice, and says how far it is."""
+
+    def __init__(
+        self, source: SafetensorsSource, outputs: Sequence[Output], on_progress: Callable[[int, int], None] | None
+    ) -> None:
+        self._source, self._on_progress = source, on_progress
+        self._num_bytes = sum(output.num_source_bytes * (1 + bool(output.shared_with)) for output in outputs)
+        self._num_bytes_done = 0
+
+    def read(self, output: Output, device: torch.device) -> Tensor:
+        """Read a tensor; one to be quantized to the device, in a dtype that is quantized."""
+        tensor = self._source.stored[output.name].read()
+        self._num_bytes_done += output.num_source_bytes
+        if self._on_progress is not None:
+            self._on_progress(self._num_bytes_done, self._num_bytes)
+        if output.format is None:
+            return tensor
+        return tensor.to(device, torch.bfloat16 if tensor.dtype is torch.float32 else tensor.dtype)
+
+
+def _read_maxima(reader: _Reader, outputs: Sequence[Output], device: torch.device) -> dict[str, float]:
+    """The largest magnitudes of tensors that share a scale, by the first of them. NaN and Inf stay."""
+    sharing = [output for output in outputs if output.shared_with]
+    firsts = list(dict.fromkeys(output.shared_with for output in sharing))
+    places, maxima = {name: place for place, name in enumerate(firsts)}, Maxima(len(firsts), device)
+    for output in sharing:
+        maxima.update(places[output.shared_with], [reader.read(output, device)])
+    return dict(zip(firsts, maxima.read(), strict=True))
+
+
 def _write_shards(
-    source: SafetensorsSource,
+    reader: _Reader,
     shards: Mapping[str, list[Output]],
     folder: Path,
+    maxima: Mapping[str, float],
     *,
     device: torch.device,
-    on_progress: Callable[[int, int], None] | None,
 ) -> None:
     """Write one shard after another. After a bad tensor, keep reading but write nothing, so that all bad ones are named.
 
     Raises:
         NonFiniteError: Names every tensor with NaN or Inf.
     """
-    num_bytes = sum(output.num_source_bytes for shard in shards.values() for output in shard)
-    num_bytes_done = 0
     bad: list[str] = []
     for file_name, shard in shards.items():
         batch: dict[str, Tensor] = {}
         for output in shard:
             try:
-                batch |= _convert(output, source.stored[output.name].read(), device)
+                batch |= _convert(output, reader.read(output, device), maxima.get(output.shared_with))
             except NonFiniteError:
                 bad.append(output.name)
-            num_bytes_done += output.num_source_bytes
-            if on_progress is not None:
-                on_progress(num_bytes_done, num_bytes)
         if not bad:
             _save(batch, folder / file_name)
     if bad:
         raise NonFiniteError(bad, written=False)
 
 
-def _convert(output: Output, tensor: Tensor, device: torch.device) -> dict[str, Tensor]:
+def _convert(output: Output, tensor: Tensor, maximum: float | None) -> dict[str, Tensor]:
     """Return what one source tensor becomes, by name.
+
+    Args:
+        output: What it becomes.
+        tensor: The tensor.
+        maximum: The largest magnitude of all that share its scale.
 
     Raises:
         NonFiniteError: It holds NaN or Inf.
     """
     if output.format is not None:
-        tensor = tensor.to(device)
-        if tensor.dtype is torch.float32:
-            tensor = tensor.to(torch.bfloat16)
         written: dict[str, Tensor] = {}
         for name, start, shape in stored_as(output.written, tuple(tensor.shape)):
             part = tensor[start[0], start[1] : start[1] + shape[0]] if len(shape) < tensor.ndim else tensor
-            codes, scale = _quantized(part, output.format)
-            stored = scale.cpu().reshape(output.container.shape_of(scale.shape))
-            written |= {name: codes.cpu(), name + output.container.scale_suffix: stored}
+            codes, scale = _quantized(part, output.format, maximum)
+            stored = scale.cpu().reshape(output.container.shape_of(scale.shape, output.format))
+            written |= {name: codes.cpu(), name + output.container.scale_suffix(output.format): stored}
         return written
     values = tensor.to(output.dtype)
     is_narrow = values.is_floating_point() and values.itemsize == 1  # torch.isfinite does not support these
@@ -210,12 +242,27 @@ def _convert(output: Output, tensor: Tensor, device: torch.device) -> dict[str, 
     return {output.name: values}
 
 
-def _quantized(tensor: Tensor, block_format: BlockFormat) -> tuple[Tensor, Tensor]:
+def _quantized(tensor: Tensor, block_format: BlockFormat, maximum: float | None) -> tuple[Tensor, Tensor]:
     """Codes and scales of a matrix, or of each matrix of a stack."""
     if tensor.ndim == 3:
-        codes, scales = zip(*(_quantized(matrix, block_format) for matrix in tensor), strict=True)
-        return torch.stack([each.view(torch.uint8) for each in codes]).view(codes[0].dtype), torch.stack(scales)
-    return quantize_blockwise(tensor, format=block_format)
+        parts = [_quantized(matrix, block_format, maximum) for matrix in tensor]
+        stacked = torch.stack([codes.view(torch.uint8) for codes, _ in parts])
+        return stacked.view(parts[0][0].dtype), torch.stack([scale for _, scale in parts])
+    if maximum is None or not isfinite(maximum):  # another tensor is to blame: nothing is written
+        return quantize_blockwise(tensor, format=block_format)
+    codes = torch.empty(tensor.shape, dtype=block_format.codes.dtype, device=tensor.device)
+    scale = torch.empty(1, 1, dtype=block_format.scale_format.dtype, device=tensor.device)
+    task = Task(
+        op=Op.QUANTIZE,
+        source=tensor,
+        offset=(0, 0),
+        target=codes,
+        scale=scale,
+        format=block_format,
+        maximum=torch.tensor([maximum], device=tensor.device),
+    )
+    compile_table([task], tensor.device).launch(check=True)
+    return codes, scale
 
 
 def _save(tensors: dict[str, Tensor], file: Path) -> None:

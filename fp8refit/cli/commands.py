@@ -165,7 +165,7 @@ def quantize(
         "container": container or Container.FP8,
     }
     if per_channel:
-        if container is not None and not container.has_rows:
+        if container is not None and not container.holds(PER_ROW):
             raise typer.BadParameter(f"{container} has no scales per row", param_hint="--container")
         if scale_format is not None or like is not None:
             raise typer.BadParameter("leave out --scale-format and --like", param_hint="--per-channel")

@@ -212,7 +212,8 @@ class BlockFormat:
         return "x".join("all" if size == WHOLE else str(size) for size in self.block_size)
 
     def __str__(self) -> str:
-        return f"{self.scale_format} scales per {self.block} block"
+        what = "row" if self.has_rows else "weight" if self.is_shared else f"{self.block} block"
+        return f"{self.scale_format} scales per {what}"
 
 
 PER_ROW = BlockFormat(block_size=(1, WHOLE), scale_format=ScaleFormat.FP32_DIVIDING, amax_over=AmaxOver.WHOLE_BLOCK)
@@ -225,41 +226,42 @@ class Container(StrEnum):
     """What a checkpoint says of its format, and how it names and shapes scales of blocks. Their values are the same in each."""
 
     FP8 = "fp8"
-    """DeepSeek's: `..._scale_inv`."""
+    """DeepSeek's: `..._scale_inv`; `..._scale` for one scale per weight."""
     COMPRESSED_TENSORS = "compressed-tensors"
     """`..._scale`."""
     MODELOPT = "modelopt"
     """`..._scale`, of shape (rows, 1, columns, 1)."""
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether it has a form for one scale per row."""
+    def holds(self, block_format: BlockFormat) -> bool:
+        """Whether it has a form for a format whose activations are quantized as they come."""
         match self:
-            case Container.FP8 | Container.MODELOPT:
-                return False
+            case Container.FP8:
+                return not block_format.has_rows
             case Container.COMPRESSED_TENSORS:
                 return True
+            case Container.MODELOPT:
+                return not (block_format.has_rows or block_format.is_shared)
             case _:
                 assert_never(self)
 
     def or_other(self, block_format: BlockFormat) -> "Container":
         """This one, or another if it has no form for a format: an engine that quantizes itself boots from no container."""
-        has_form = self.has_rows or not block_format.has_rows
-        return self if has_form else Container.COMPRESSED_TENSORS
+        return next(each for each in (self, Container.FP8, Container.COMPRESSED_TENSORS) if each.holds(block_format))
 
-    @property
-    def scale_suffix(self) -> str:
+    def scale_suffix(self, block_format: BlockFormat) -> str:
         """What follows the name of a weight in that of its scales."""
         match self:
             case Container.FP8:
-                return SCALE_SUFFIX
+                return "_scale" if block_format.is_shared else SCALE_SUFFIX
             case Container.COMPRESSED_TENSORS | Container.MODELOPT:
                 return "_scale"
             case _:
                 assert_never(self)
 
-    def shape_of(self, scale: Sequence[int]) -> tuple[int, ...]:
-        """The shape in which scales of some rows and columns are stored."""
+    def shape_of(self, scale: Sequence[int], block_format: BlockFormat) -> tuple[int, ...]:
+        """The shape in which scales of some rows and columns of blocks are stored."""
+        if block_format.is_shared:
+            return (1,)
         match self:
             case Container.FP8 | Container.COMPRESSED_TENSORS:
                 return tuple(scale)
@@ -298,27 +300,31 @@ def quantization_config(
 
 def _config_of_fp8(block_format: BlockFormat, kept: list[str], container: Container) -> dict[str, object]:
     """As vLLM's `Fp8Config`, `CompressedTensorsConfig` and `ModelOptFp8Config` read it."""
-    block_size, has_rows = block_format.block_size, block_format.has_rows
-    if block_format.is_shared:
-        raise ValueError("checkpoints with one scale per weight are not written; use one scale per row or block")
-    if has_rows and not container.has_rows:
-        raise ValueError(f"container {container} has no scales per row; use {Container.COMPRESSED_TENSORS}")
+    block_size = block_format.block_size
+    if not container.holds(block_format):
+        raise ValueError(f"container {container} has no {block_format}; use {container.or_other(block_format)}")
     match container:
         case Container.FP8:
             return {
                 "quant_method": "fp8",
                 "fmt": "e4m3",
                 "activation_scheme": "dynamic",
-                "weight_block_size": list(block_size),
+                **({} if block_format.is_shared else {"weight_block_size": list(block_size)}),
                 "modules_to_not_convert": kept,
             }
         case Container.COMPRESSED_TENSORS:
             common = {"num_bits": 8, "type": "float", "symmetric": True}
-            blocks = {"strategy": "block", "block_structure": list(block_size)}
-            weights = {**common, **({"strategy": "channel"} if has_rows else blocks), "dynamic": False}
-            groups = {"strategy": "group", "group_size": block_size[1]}
-            activations = {**common, **({"strategy": "token"} if has_rows else groups), "dynamic": True}
-            group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+            weights: dict[str, object] = {"strategy": "block", "block_structure": list(block_size)}
+            activations: dict[str, object] = {"strategy": "group", "group_size": block_size[1]}
+            if block_format.has_rows:
+                weights, activations = {"strategy": "channel"}, {"strategy": "token"}
+            elif block_format.is_shared:
+                weights, activations = {"strategy": "tensor"}, {"strategy": "tensor"}
+            group = {
+                "targets": ["Linear"],
+                "weights": {**common, **weights, "dynamic": False},
+                "input_activations": {**common, **activations, "dynamic": True},
+            }
             return {
                 "quant_method": "compressed-tensors",
                 "format": "float-quantized",

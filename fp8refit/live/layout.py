@@ -37,6 +37,8 @@ class SlotLayout(BaseModel, frozen=True):
     """None if the slot is copied, not quantized."""
     block_size: tuple[PositiveInt, PositiveInt] | None
     amax_over: AmaxOver = AmaxOver.OWN_SLICE
+    shared_with: str = ""
+    """The first of the tensors that share its scale; empty if the scale is its own."""
     kernel: str
     """Class of the engine kernel that reads it."""
     is_rearranged: bool = False
@@ -50,7 +52,7 @@ class SlotLayout(BaseModel, frozen=True):
         return BlockFormat(scale_format=self.scale_format, block_size=self.block_size, amax_over=self.amax_over)
 
     @classmethod
-    def of(cls, slot: Slot) -> Self:
+    def of(cls, slot: Slot, shared_with: str = "") -> Self:
         """Describe `slot`."""
         layout = cls(
             name=slot.name,
@@ -62,6 +64,7 @@ class SlotLayout(BaseModel, frozen=True):
             scale_format=slot.format.scale_format if slot.format is not None else None,
             block_size=slot.format.block_size if slot.format is not None else None,
             amax_over=slot.format.amax_over if slot.format is not None else AmaxOver.OWN_SLICE,
+            shared_with=shared_with,
             kernel=slot.kernel,
             is_rearranged=slot.is_rearranged,
         )
@@ -139,11 +142,13 @@ class EngineLayout(BaseModel, frozen=True):
     @classmethod
     def of(cls, inventory: Inventory, *, engine: str, versions: dict[str, str], device: str) -> "EngineLayout":
         """Describe `inventory`."""
+        slots = [slot for slot in inventory.slots if not slot.is_optional]
+        firsts = {slot.group: slot.name for slot in reversed(slots) if slot.group is not None}
         return cls(
             engine=engine,
             versions=versions,
             device=device,
-            slots=tuple(SlotLayout.of(slot) for slot in inventory.slots if not slot.is_optional),
+            slots=tuple(SlotLayout.of(slot, firsts.get(slot.group, "") if slot.group else "") for slot in slots),
             aliases={name: slot for name, slot in inventory.aliases.items() if not is_kv_scale(name)},
             unneeded=tuple(name for name in inventory.unneeded if not is_kv_scale(name)),
             stacked=inventory.stacked,

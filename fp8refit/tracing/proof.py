@@ -266,8 +266,8 @@ class _Trial:
                     blocks = block_format.block_at(start)
                     assert blocks is not None, f"{spelled=} {start=}"
                     shape = block_format.scale_shape(part)
-                    scale = _box(scales, blocks, shape).reshape(container.shape_of(shape))
-                    given[spelled + container.scale_suffix] = scale
+                    scale = _box(scales, blocks, shape).reshape(container.shape_of(shape, block_format))
+                    given[spelled + container.scale_suffix(block_format)] = scale
             elif slots or name in used or prod(meta.shape) <= _READ_AS_NUMBER:
                 kind = next((kind for kind in _EXACT.values() if name in self._exact[kind]), "any")
                 given[name] = self._random.make(kind, meta.shape)

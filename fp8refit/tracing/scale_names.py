@@ -153,8 +153,9 @@ class ScaleNames:
         for name, spelling in spelled.items():
             for written, _, shape in stored_as(spelling, self.sources[name].shape):
                 stored[written] = TensorMeta(shape=shape, dtype=self.stored.codes.dtype)
-                stored[written + self.container.scale_suffix] = TensorMeta(
-                    shape=self.container.shape_of(self.stored.scale_shape(shape)), dtype=self.stored.scale_format.dtype
+                stored[written + self.container.scale_suffix(self.stored)] = TensorMeta(
+                    shape=self.container.shape_of(self.stored.scale_shape(shape), self.stored),
+                    dtype=self.stored.scale_format.dtype,
                 )
         return stored
 
@@ -166,9 +167,8 @@ class ScaleNames:
         found: set[_Place | None] = set()
         for written, start, shape in stored_as(spelling, full_shape):
             weight = set(self._places(copies.get(written, ()), shape))
-            scale = set(
-                self._places(copies.get(written + self.container.scale_suffix, ()), self.stored.scale_shape(shape))
-            )
+            scales = copies.get(written + self.container.scale_suffix(self.stored), ())
+            scale = set(self._places(scales, self.stored.scale_shape(shape)))
             blocks = {place and place.in_blocks(self.named, self.stored) for place in weight}
             if None in blocks or blocks != scale:
                 return False

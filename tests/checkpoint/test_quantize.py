@@ -16,7 +16,7 @@ from torch import Tensor
 from fp8refit import InvalidSourceError, NonFiniteError, quantize_blockwise
 from fp8refit.checkpoint import quantize, quantize_checkpoint
 from fp8refit.errors import CheckpointError
-from fp8refit.live.formats import WHOLE, Container, ScaleFormat
+from fp8refit.live.formats import PER_TENSOR, WHOLE, Container, ScaleFormat
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.slots import FP8_DTYPE, Stacked
 from fp8refit.sources.source import as_source
@@ -159,9 +159,80 @@ def test_every_container_has_the_same_bytes_under_its_names(container, src, dst)
 
 @pytest.mark.parametrize("container", [Container.FP8, Container.MODELOPT])
 def test_a_container_without_scales_of_rows_is_refused(container, src, dst):
-    with pytest.raises(ValueError, match=f"container {container} has no scales per row; use compressed-tensors"):
+    with pytest.raises(ValueError, match=f"container {container} has no fp32 scales per row; use compressed-tensors"):
         quantize_checkpoint(src, dst, block_size=(1, WHOLE), container=container)
     assert not dst.exists()
+
+
+QKV = {f"{LAYER}.self_attn.{part}_proj.weight" for part in "qkv"}
+
+
+def layout_with_shared_scales(container: Container = Container.FP8, **changed: object) -> EngineLayout:
+    """Of an engine with one scale per weight, which q, k and v share."""
+    layout = fake_layout()
+    slots = [
+        slot.model_copy(
+            update={
+                "block_size": PER_TENSOR.block_size,
+                "scale_format": PER_TENSOR.scale_format,
+                "amax_over": PER_TENSOR.amax_over,
+                "shared_with": Q_PROJ if slot.name in QKV else slot.name,
+            }
+            | changed
+        )
+        if slot.format is not None
+        else slot
+        for slot in layout.slots
+    ]
+    return layout.model_copy(update={"slots": tuple(slots), "container": container})
+
+
+@pytest.mark.parametrize(
+    ("container", "dtype"),
+    [(Container.FP8, torch.bfloat16), (Container.FP8, torch.float32), (Container.COMPRESSED_TENSORS, torch.bfloat16)],
+)
+def test_what_an_engine_holds_with_one_scale_gets_one_wherever_it_is_stored(container, dtype, dst, tmp_path):
+    weights = make_weights(dtype, extra=False)
+    src = write_checkpoint(tmp_path / "src", weights)
+    told = []
+    layout = layout_with_shared_scales(container)
+    report = quantize_checkpoint(
+        src, dst, like=layout, max_shard_bytes=50_000, on_progress=lambda *each: told.append(each)
+    )
+    written = read_shards(dst)
+    fused = torch.cat([weights[name] for name in sorted(QKV)]).to(torch.bfloat16)
+    codes, scale = quantize_blockwise(fused, format=PER_TENSOR)
+    assert torch.equal(torch.cat([written[name].view(torch.uint8) for name in sorted(QKV)]), codes.view(torch.uint8))
+    assert {tuple(written[f"{name}_scale"].shape) for name in QKV} == {(1,)}
+    assert {written[f"{name}_scale"].item() for name in QKV} == {scale.item()}
+    alone, own = quantize_blockwise(weights[O_PROJ].to(torch.bfloat16), format=PER_TENSOR)
+    assert torch.equal(written[O_PROJ].view(torch.uint8), alone.view(torch.uint8))
+    assert written[f"{O_PROJ}_scale"].item() == own.item() != scale.item()
+    assert len({read_json(dst / "model.safetensors.index.json")["weight_map"][name] for name in QKV}) > 1
+    config = read_json(dst / "config.json")["quantization_config"]
+    assert config["quant_method"] == container and "weight_block_size" not in config
+    if container == Container.COMPRESSED_TENSORS:
+        group = config["config_groups"]["group_0"]
+        assert (group["weights"]["strategy"], group["input_activations"]["strategy"]) == ("tensor", "tensor")
+    num_quantized = sum(tensor.nbytes for name, tensor in weights.items() if name in QUANTIZED)
+    assert told[-1][0] == told[-1][1] == report.bytes_read + num_quantized
+    assert told == sorted(told)
+
+
+def test_of_tensors_that_share_a_scale_only_bad_ones_are_named(dst, tmp_path):
+    weights = make_weights(extra=False)
+    bad = sorted(QKV)[1]
+    weights[bad][3, 4] = torch.nan
+    weights[O_PROJ][0, 0] = torch.inf
+    src = write_checkpoint(tmp_path / "src", weights)
+    error = refuse(tmp_path, NonFiniteError, None, src, dst, like=layout_with_shared_scales())
+    assert error.names == tuple(sorted([bad, O_PROJ]))
+
+
+def test_a_layout_that_does_not_say_what_shares_a_scale_is_refused(dst, tmp_path):
+    src = write_checkpoint(tmp_path / "src", make_weights(extra=False))
+    layout = layout_with_shared_scales(shared_with="")
+    refuse(tmp_path, CheckpointError, f"{Q_PROJ}: an earlier version wrote this layout", src, dst, like=layout)
 
 
 def test_what_is_left_out_is_named_so_that_vllm_leaves_out_nothing_else(src, dst, tmp_path):

@@ -37,6 +37,4 @@ def run_container(layout: str, family: str, container: str, work: str) -> dict:
         with booted(model=folder / f"{family}-bf16-2", **options) as subject:
             own = {"own": subject.state()}
     other = booted(model=folder / f"{family}-bf16-2", **options)
-    is_shared = container == "fp8_per_tensor"
-    fresh = None if is_shared else lambda fp8: booted(model=fp8)
-    return try_container(other, fresh, family, folder, pushes) | own
+    return try_container(other, lambda fp8: booted(model=fp8), family, folder, pushes) | own
