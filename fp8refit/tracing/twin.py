@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fp8refit.live.copies import is_uniform, values_of
-from fp8refit.live.formats import PER_ROW, BlockFormat, Container
+from fp8refit.live.formats import PER_ROW, PER_TENSOR, BlockFormat, Container
 from fp8refit.live.names import without_numbers
 from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, Refresh, Refusal, Stacked, TensorMeta
 from fp8refit.tracing.records import Copy, Objection, Traced
@@ -198,12 +198,19 @@ def format_stored(quantization: Any, model: nn.Module) -> dict[str, Any]:
     coded = [each for each in model.modules() if FP8_DTYPE in {own.dtype for own in each.parameters(recurse=False)}]
     sizes = (getattr(each, "weight_block_size", None) for each in (quantization, *coded))
     size = next((each for each in sizes if each is not None), None)
+    scales = [
+        (own, each._parameters.get(own_name(each, key).removesuffix(SCALE_SUFFIX)))
+        for each in coded
+        for key, own in each._parameters.items()
+        if own is not None and own_name(each, key).endswith(SCALE_SUFFIX)
+    ]
     if size is not None:
         stored = BlockFormat(block_size=(int(size[0]), int(size[1])))
-    elif any(own_name(each, key).endswith(SCALE_SUFFIX) for each in coded for key in each._parameters):
-        stored = PER_ROW
-    else:
+    elif not scales:
         return {}
+    else:
+        are_of_rows = any(weight is not None and scale.ndim == weight.ndim for scale, weight in scales)
+        stored = PER_ROW if are_of_rows else PER_TENSOR
     name = quantization.get_name().replace("_", "-")
     container = Container(name) if name in list(Container) else Container.FP8
     return {"stored": stored, "container": container}

@@ -18,6 +18,7 @@ CASES = [
     ("core in process", "qwen2_wide", "fp8_per_tensor"),
     ("core in process", "qwen3_moe", "fp8_per_tensor"),
     ("expert parallel", "qwen3_moe", "fp8_per_tensor"),
+    ("core in process", "qwen2_wide", "compressed-tensors, per tensor"),
     ("core in process", "qwen2_wide", "compressed-tensors, static"),
     ("multi-process", "qwen3", "fp8, static"),
     ("expert parallel", "qwen3_moe", "modelopt, static"),
