@@ -19,6 +19,7 @@ MOST_SHARED_BYTES = 99 << 10
 """Of a program on the GPUs with the least of it that multiply FP8 (Ada)."""
 
 
+@pytest.mark.timeout(900)
 def test_every_kernel_compiles_for_hopper(tmp_path):
     """The interpreter takes what the compiler refuses."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
