@@ -7,8 +7,10 @@ client is made. What stands in for NCCL and CUDA IPC: `cpu_transfer.py`.
 import asyncio
 import json
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -18,18 +20,23 @@ from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import psutil
 import torch
 
 from tests.engines.clients import Pairs, attempt
-from tests.serving import free_port
+from tests.serving import ask, free_port, option
 from tests.tiny_models import VOCAB_SIZE
 from tests.vllm.trainer_ranks import Engine, Ranks, Trainer
 
 BUCKET_BYTES = 1 << 19
 BUCKET_MB = 1
 WAIT_S = 100
+START_S = 200
+"""Until a server is there, whose processes import an engine one after the other."""
 NUM_TOKENS = 100
 """Of a request that a policy interrupts."""
+SERVED = "policy"
+"""The name of a served model."""
 
 
 class VllmClient:
@@ -182,6 +189,107 @@ class SwiftServer:
 
 def _answer(**found: Any) -> Any:
     return SimpleNamespace(status_code=200, json=lambda: found)
+
+
+class SwiftRollout(Swift):
+    """ms-swift's trainer mixin and its client, over HTTP to `swift rollout`."""
+
+    server_options: ClassVar[tuple[str, ...]] = ()
+
+    def boot(self, model: Path) -> Any:
+        from tokens import tokenizer_of_bytes
+
+        tokenizer_of_bytes().save_pretrained(model)
+        options = {
+            "model": model,
+            "model_type": "qwen2",
+            "template": "qwen",
+            "torch_dtype": "bfloat16",
+            "vllm_tensor_parallel_size": self.num_ranks,
+            "vllm_max_model_len": 512,
+            "vllm_max_num_seqs": 4,
+            "vllm_enforce_eager": "true",
+            "vllm_gpu_memory_utilization": 0.4,
+            "vllm_engine_kwargs": json.dumps({"num_gpu_blocks_override": 64}),
+        }
+        arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+        script = Path(__file__).with_name("swift_rollout.py")
+        return TrainersServer([script, self.num_ranks, *arguments, *self.server_options], model.parent / "rollout.log")
+
+    def connect(self) -> None:
+        from swift.rlhf_trainers.vllm_client import VLLMClient
+
+        if hasattr(self, "_client"):
+            self._client.close_communicator()
+        self._client = VLLMClient(base_urls=[self.llm.url], group_ports=free_port())
+        self._client.init_communicator(device="cpu")
+
+    def push(self, pairs: Pairs) -> None:
+        super().push(pairs)
+        self._client.reset_prefix_cache()
+
+    def generate(self) -> list[int]:
+        """Of what fails, the server writes why to its log."""
+        from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
+
+        start = self.llm.log.stat().st_size
+        request = RolloutInferRequest(messages=[{"role": "user", "content": "Why is the sky blue?"}])
+        try:
+            (output,) = self._client.infer([request], RequestConfig(max_tokens=4, temperature=0, return_details=True))
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}\n{self.llm.log.read_bytes()[start:].decode()}") from error
+        return list(output.response.choices[0].token_ids)
+
+    def close(self) -> None:
+        self.llm.close()
+
+
+class SwiftRolloutOneByOne(SwiftRollout):
+    is_flat = False
+
+
+class SwiftRolloutAsynchronous(SwiftRollout):
+    """With an engine for multi-turn rollouts."""
+
+    server_options = ("--vllm_use_async_engine", "true")
+
+
+class TrainersServer:
+    """In place of an `LLM`: a trainer's own server in a process of its own, which has vLLM's route `collective_rpc`.
+
+    Args:
+        command: For Python. Gets `--host` and `--port`.
+        log: What the server writes.
+    """
+
+    def __init__(self, command: Sequence[Any], log: Path) -> None:
+        port = free_port()
+        self.url, self.log = f"http://127.0.0.1:{port}", log
+        arguments = [sys.executable, *command, "--host", "127.0.0.1", "--port", port]
+        with log.open("w") as output:
+            self._process = subprocess.Popen(
+                [str(argument) for argument in arguments], stdout=output, stderr=subprocess.STDOUT
+            )
+        deadline_s = time.monotonic() + START_S
+        while ask(f"{self.url}/health")[0] != 200:
+            if self._process.poll() is not None or time.monotonic() > deadline_s:
+                self.close()
+                raise RuntimeError(f"the server does not start\n{log.read_text()[-6000:]}")
+            time.sleep(0.2)
+
+    def collective_rpc(self, method: str, args: tuple = ()) -> list:
+        status, said = ask(f"{self.url}/collective_rpc", json.dumps({"method": method, "args": args}))
+        if status != 200:
+            raise RuntimeError(f"{method}: {status} {said}")
+        return said["results"]
+
+    def close(self) -> None:
+        """With all its processes."""
+        with suppress(psutil.NoSuchProcess):  # it ended by itself
+            process = psutil.Process(self._process.pid)
+            for each in [process, *process.children(recursive=True)]:
+                each.kill()
+        self._process.wait()
 
 
 class SwiftColocated(VllmClient):
@@ -428,10 +536,17 @@ class SkyRlTrainer(Trainer):
 
     def __init__(self, rank: int, num_ranks: int, engine: Engine) -> None:
         super().__init__(rank, num_ranks, engine)
+        from skyrl.backends.skyrl_train.weight_sync import WeightChunk
+
+        torch.distributed.init_process_group("gloo")
+        self._chunk = WeightChunk
+        self.connect()
+
+    def connect(self) -> None:
         from skyrl.backends.skyrl_train import weight_sync
         from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
 
-        torch.distributed.init_process_group("gloo")
+        engine = self.engine
 
         class Client(RemoteInferenceClient):
             async def _call_all_servers(self, endpoint: str, json: Any = None, *_: Any) -> dict:
@@ -448,20 +563,22 @@ class SkyRlTrainer(Trainer):
                 master_addr="127.0.0.1",
                 master_port=free_port(),
                 rank_offset=1,
-                world_size=num_ranks + 1,
+                world_size=self.num_ranks + 1,
                 override_existing_receiver=False,
             )
-            joined = engine.fire("init_weight_transfer_engine", info.to_api_payload()) if rank == 0 else None
+            joined = engine.fire("init_weight_transfer_engine", info.to_api_payload()) if self.rank == 0 else None
         self._sender = kind.create_sender(info, client)
         if self.strategy != "ipc" and joined is not None:
             joined.result()
-        self._chunk = weight_sync.WeightChunk
 
     def push(self, pairs: Iterator[tuple[str, torch.Tensor]], described: list) -> None:
         names, dtypes, shapes = map(list, zip(*described, strict=True))
         dtypes = [str(dtype).removeprefix("torch.") for dtype in dtypes]
         metadata = {"names": names, "dtype_names": dtypes, "shapes": shapes}
-        asyncio.run(self._sender.send_chunks(self._chunks(pairs), metadata))
+        asyncio.run(self._send(self._chunks(pairs), metadata))
+
+    async def _send(self, chunks: Iterator, metadata: dict[str, list]) -> None:
+        await self._sender.send_chunks(chunks, metadata)
 
     def _chunks(self, pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator:
         """Of a few tensors, as `WeightExtractor`s of SkyRL's give them."""
@@ -478,6 +595,49 @@ class SkyRlTrainer(Trainer):
 class SkyRlIpcTrainer(SkyRlTrainer):
     strategy = "ipc"
     calls_for_each = True
+
+
+class SkyRlHttpTrainer(SkyRlTrainer):
+    """SkyRL's FSDP worker, of which all but the sending of weights is left out, and its client, over HTTP."""
+
+    colocates = False
+
+    def connect(self) -> None:
+        self._client, config = skyrl_client(self.engine.call("url"))
+        from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPPolicyWorkerBase
+
+        config.trainer.placement.colocate_all = self.colocates
+        self._worker = worker = FSDPPolicyWorkerBase.__new__(FSDPPolicyWorkerBase)
+        worker.cfg, worker.model = config.trainer, SimpleNamespace(model=None)
+        worker._is_lora = worker._is_multimodal_lm_only = False
+        self._engine_config = config.generator.inference_engine
+        asyncio.run(worker.init_weight_sync_state(self._client, self._engine_config))
+
+    async def _send(self, chunks: Iterator, metadata: dict[str, list]) -> None:
+        self._worker.weight_extractor = SimpleNamespace(
+            extract_weights=lambda _: chunks, get_weight_metadata=lambda _: metadata
+        )
+        await self._worker.broadcast_to_inference_engines(self._client, self._engine_config)
+
+
+class SkyRlHttpIpcTrainer(SkyRlHttpTrainer):
+    colocates = True
+
+
+def skyrl_client(url: str) -> tuple[Any, Any]:
+    """SkyRL's client of a server that runs already, and its configuration."""
+    from absent import stand_for
+
+    stand_for("flash_attn", "vllm_router")
+    from skyrl.backends.skyrl_train.inference_servers.setup import build_new_inference_client
+    from skyrl.train.config import SkyRLTrainConfig
+
+    config = SkyRLTrainConfig()
+    config.generator.inference_engine.external_proxy_url = url
+    config.generator.inference_engine.external_server_urls = [url]
+    config.generator.inference_engine.served_model_name = SERVED
+    client, _ = build_new_inference_client(config, None)
+    return client, config
 
 
 class SkyRl(RankedClient):
@@ -509,6 +669,66 @@ class SkyRlIpc(SkyRl):
 
     options: ClassVar = SkyRl.options | {"weight_transfer_config": {"backend": "ipc"}}
     trainer = SkyRlIpcTrainer
+    num_trainers = RankedClient.num_trainers
+
+
+SKYRL_SERVER = """
+import runpy, typing, typing_extensions
+typing.TypedDict = typing_extensions.TypedDict  # see `cpu_transfer.install`
+runpy.run_module("skyrl.backends.skyrl_train.inference_servers.vllm_server_actor", run_name="__main__")
+"""
+
+
+class SkyRlHttp(SkyRl):
+    """SkyRL's server, started as its users start one elsewhere, and its dispatcher of the trainer's ranks."""
+
+    trainer = SkyRlHttpTrainer
+
+    def boot(self, model: Path) -> Any:
+        from engines import settings
+        from tokens import tokenizer_of_bytes
+
+        tokenizer_of_bytes().save_pretrained(model)
+        asked = settings(model) | self.options | {"served_model_name": SERVED, "tensor_parallel_size": self.num_ranks}
+        asked["weight_transfer_config"] = json.dumps(asked["weight_transfer_config"])
+        del asked["skip_tokenizer_init"]
+        arguments = [part for name, value in asked.items() for part in option(name, value)]
+        return TrainersServer(["-c", SKYRL_SERVER, *arguments], model.parent / "skyrl.log")
+
+    def connect(self) -> None:
+        super().connect()
+        client, config = skyrl_client(self.llm.url)
+        from skyrl.backends.skyrl_train.workers.worker_dispatch import WorkerDispatch
+
+        self._dispatch = dispatch = WorkerDispatch.__new__(WorkerDispatch)
+        dispatch.cfg, dispatch.colocate_all, dispatch._inference_engine_client = config, False, client
+
+    def serve(self, method: str, *arguments: Any, **options: Any) -> Any:
+        assert method == "url", "the trainer's own calls are HTTP"
+        return self.llm.url
+
+    def push(self, pairs: Pairs) -> None:
+        self._dispatch._broadcast_to_inference_engines = lambda *_, **__: super(SkyRlHttp, self).push(pairs)
+        asyncio.run(self._dispatch.save_weights_for_sampler())
+
+    def generate(self) -> list[int]:
+        asked = {
+            "prompt_token_ids": [[(13 * i) % 200 for i in range(24)]],
+            "sampling_params": {"max_tokens": 4, "temperature": 0, "ignore_eos": True},
+        }
+        answer = asyncio.run(self._dispatch._inference_engine_client.generate(asked))
+        return list(answer["response_ids"][0])
+
+    def close(self) -> None:
+        self.ranks.kill()
+        self.llm.close()
+
+
+class SkyRlHttpIpc(SkyRlHttp):
+    """By CUDA IPC, every rank of the trainer beside one of the engine."""
+
+    options: ClassVar = SkyRlIpc.options
+    trainer = SkyRlHttpIpcTrainer
     num_trainers = RankedClient.num_trainers
 
 
@@ -677,6 +897,9 @@ CLIENTS: dict[str, tuple[type[VllmClient], tuple[int, ...]]] = {
     "ms-swift one by one": (SwiftOneByOne, (1,)),
     "ms-swift LoRA": (SwiftWithLora, (1,)),
     "ms-swift colocated": (SwiftColocated, (1,)),
+    "ms-swift rollout server": (SwiftRollout, (1, 2)),
+    "ms-swift rollout server one by one": (SwiftRolloutOneByOne, (1,)),
+    "ms-swift rollout server asynchronous": (SwiftRolloutAsynchronous, (1,)),
     "checkpoint-engine": (CheckpointEngine, (1, 2)),
     "verl": (Verl, (1, 2)),
     "OpenRLHF broadcast": (OpenRlhf, (1, 2)),
@@ -687,5 +910,7 @@ CLIENTS: dict[str, tuple[type[VllmClient], tuple[int, ...]]] = {
     "prime-rl": (PrimeRl, (1,)),
     "SkyRL weight transfer": (SkyRl, (1, 2)),
     "SkyRL CUDA IPC": (SkyRlIpc, (1, 2)),
+    "SkyRL HTTP": (SkyRlHttp, (1, 2)),
+    "SkyRL HTTP, CUDA IPC": (SkyRlHttpIpc, (2,)),
 }
 """By the trainer and its way: the client, and numbers of ranks."""
