@@ -85,6 +85,8 @@ def register(kind: str) -> None:
     chosen, experts = EXPERTS[kind]
     oracle.backend_to_kernel_cls = lambda backend: [experts] if backend is chosen else []
     fp8_utils.is_deep_gemm_e8m0_used = deep_gemm.is_deep_gemm_e8m0_used = lambda: kind == "ue8m0"
+    if chosen is oracle.Fp8MoeBackend.MARLIN:  # in versions without HPC; what it does needs a GPU
+        oracle.prepare_fp8_moe_layer_for_marlin = lambda layer, *held: held
     fp8_utils.deepgemm_post_process_weight_scale_block = lambda *, ws, **layout: ws
     _custom_ops.topk_softmax = _topk_softmax
     _custom_ops.scaled_fp8_quant = _scaled_fp8_quant
