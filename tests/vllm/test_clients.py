@@ -90,7 +90,7 @@ def test_the_drop_in_gets_into_the_engine_that_skyrl_starts(way, named, policies
             [HERE / "skyrl_servers.py", policies, way],
             named | ENVIRONMENT | own | {"FP8REFIT_TEST_RAY": "GPU", "RAY_USAGE_STATS_ENABLED": "0"},
             policies,
-            timeout_s=150,
+            timeout_s=280,
         )
     found = json.loads((policies / "found.json").read_text())
     assert found["variables"] == WAYS[way]
