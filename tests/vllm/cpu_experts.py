@@ -94,9 +94,9 @@ def register(kind: str) -> None:
     modular_kernel.current_workspace_manager = lambda: _WORKSPACE
 
 
-def _topk_softmax(weights_NK, ids_NK, token_expert_indices, scores_NE, renormalize=False, bias=None):
+def _topk_softmax(weights_NK, ids_NK, token_expert_indices, scores_NE, renormalize=False, bias=None, is_padding=None):
     """vLLM's, which its older builds for CPUs do not have."""
-    assert bias is None
+    assert bias is None and is_padding is None
     weights, ids = torch.softmax(scores_NE.float(), -1).topk(ids_NK.shape[1], -1)
     weights_NK.copy_(weights / weights.sum(-1, keepdim=True) if renormalize else weights)
     ids_NK.copy_(ids)
