@@ -20,7 +20,6 @@ from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import psutil
 import torch
 
 from tests.engines.clients import Pairs, attempt
@@ -241,7 +240,7 @@ class SwiftRollout(Swift):
         return list(output.response.choices[0].token_ids)
 
     def close(self) -> None:
-        self.llm.close()
+        """`run_client.py` ends the server."""
 
 
 class SwiftRolloutOneByOne(SwiftRollout):
@@ -267,13 +266,10 @@ class TrainersServer:
         self.url, self.log = f"http://127.0.0.1:{port}", log
         arguments = [sys.executable, *command, "--host", "127.0.0.1", "--port", port]
         with log.open("w") as output:
-            self._process = subprocess.Popen(
-                [str(argument) for argument in arguments], stdout=output, stderr=subprocess.STDOUT
-            )
+            process = subprocess.Popen(list(map(str, arguments)), stdout=output, stderr=subprocess.STDOUT)
         deadline_s = time.monotonic() + START_S
         while ask(f"{self.url}/health")[0] != 200:
-            if self._process.poll() is not None or time.monotonic() > deadline_s:
-                self.close()
+            if process.poll() is not None or time.monotonic() > deadline_s:
                 raise RuntimeError(f"the server does not start\n{log.read_text()[-6000:]}")
             time.sleep(0.2)
 
@@ -282,14 +278,6 @@ class TrainersServer:
         if status != 200:
             raise RuntimeError(f"{method}: {status} {said}")
         return said["results"]
-
-    def close(self) -> None:
-        """With all its processes."""
-        with suppress(psutil.NoSuchProcess):  # it ended by itself
-            process = psutil.Process(self._process.pid)
-            for each in [process, *process.children(recursive=True)]:
-                each.kill()
-        self._process.wait()
 
 
 class SwiftColocated(VllmClient):
@@ -720,8 +708,8 @@ class SkyRlHttp(SkyRl):
         return list(answer["response_ids"][0])
 
     def close(self) -> None:
+        """`run_client.py` ends the server."""
         self.ranks.kill()
-        self.llm.close()
 
 
 class SkyRlHttpIpc(SkyRlHttp):

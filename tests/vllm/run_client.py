@@ -12,6 +12,7 @@ import traceback
 from pathlib import Path
 
 import cpu_transfer
+import psutil
 
 from tests.engines.clients import FAMILY, SEEDS, try_client
 from tests.engines.subject import make_policy
@@ -40,4 +41,6 @@ if __name__ == "__main__":
     except BaseException:  # noqa: BLE001 - it ends here
         traceback.print_exc()
     sys.stderr.flush()
+    for process in psutil.Process().children(recursive=True):
+        process.kill()  # a trainer's own server
     os._exit(code)  # threads of a trainer that is gone may wait
