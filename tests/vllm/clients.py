@@ -30,7 +30,7 @@ from tests.vllm.trainer_ranks import Engine, Ranks, Trainer
 BUCKET_BYTES = 1 << 19
 BUCKET_MB = 1
 WAIT_S = 100
-START_S = 200
+START_S = 300
 """Until a server is there, whose processes import an engine one after the other."""
 NUM_TOKENS = 100
 """Of a request that a policy interrupts."""

@@ -69,7 +69,7 @@ def tried(request, named, policies, fresh):
         [HERE / "run_client.py", policies, name, ranks],
         named | ENVIRONMENT | own | client.environment,
         policies,
-        timeout_s=400,
+        timeout_s=600,
     )
     return json.loads((policies / "found.json").read_text()) | {"fresh": fresh(ranks)}
 
