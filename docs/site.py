@@ -41,7 +41,7 @@ MODULES = {
     "dataclasses": ("field",),
     "pathlib": ("Path",),
     "types": ("MappingProxyType",),
-    "typing": ("Annotated", "Any", "Literal", "Self", "TypeAlias", "TypeVar", "Unpack"),
+    "typing": ("Annotated", "Any", "Literal", "Never", "Self", "TypeAlias", "TypeVar", "Unpack"),
 }
 TYPES = {
     **{name: f"{PYTHON}/functions.html#{name}" for name in ("bool", "float", "int", "object", "type")},
