@@ -287,10 +287,7 @@ def render_one(result: dict[str, Any]) -> str:
         ),
         *(
             (f"from {label}", f"{result['streams'][kind]['s']:.2f} s, two buckets")
-            for kind, label in (
-                ("cpu", "CPU tensors"),
-                ("safetensors", "safetensors files"),
-            )
+            for kind, label in (("cpu", "CPU tensors"), ("safetensors", "safetensors files"))
         ),
     ]
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())

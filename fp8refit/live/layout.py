@@ -143,12 +143,12 @@ class EngineLayout(BaseModel, frozen=True):
     def of(cls, inventory: Inventory, *, engine: str, versions: dict[str, str], device: str) -> "EngineLayout":
         """Describe `inventory`."""
         slots = [slot for slot in inventory.slots if not slot.is_optional]
-        firsts = {slot.group: slot.name for slot in reversed(slots) if slot.group is not None}
+        firsts = {slot.group: slot.name if slot.group is not None else "" for slot in reversed(slots)}
         return cls(
             engine=engine,
             versions=versions,
             device=device,
-            slots=tuple(SlotLayout.of(slot, firsts.get(slot.group, "") if slot.group else "") for slot in slots),
+            slots=tuple(SlotLayout.of(slot, firsts[slot.group]) for slot in slots),
             aliases={name: slot for name, slot in inventory.aliases.items() if not is_kv_scale(name)},
             unneeded=tuple(name for name in inventory.unneeded if not is_kv_scale(name)),
             stacked=inventory.stacked,

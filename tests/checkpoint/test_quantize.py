@@ -229,6 +229,16 @@ def test_of_tensors_that_share_a_scale_only_bad_ones_are_named(dst, tmp_path):
     assert error.names == tuple(sorted([bad, O_PROJ]))
 
 
+def test_a_tensor_that_shares_scales_with_others_in_two_places_is_refused(dst, tmp_path):
+    src = write_checkpoint(tmp_path / "src", make_weights(extra=False))
+    layout = layout_with_shared_scales()
+    other = next(slot for slot in layout.slots if slot.name == Q_PROJ).model_copy(update={"shared_with": O_PROJ})
+    layout = layout.model_copy(update={"slots": (*layout.slots, other)})
+    refuse(
+        tmp_path, CheckpointError, f"{Q_PROJ}: slots of this engine need it in different formats", src, dst, like=layout
+    )
+
+
 def test_a_layout_that_does_not_say_what_shares_a_scale_is_refused(dst, tmp_path):
     src = write_checkpoint(tmp_path / "src", make_weights(extra=False))
     layout = layout_with_shared_scales(shared_with="")

@@ -21,7 +21,18 @@ from fp8refit.kernels.rows import rows_of_all
 from fp8refit.kernels.triton_groups import quantize_groups
 from fp8refit.kernels.triton_launch import _arithmetic
 from fp8refit.kernels.work import Task
-from fp8refit.live.formats import WHOLE, AmaxOver, BlockFormat, Codes, Placement, ScaleFormat, quantization_config
+from fp8refit.live.formats import (
+    PER_ROW,
+    PER_TENSOR,
+    WHOLE,
+    AmaxOver,
+    BlockFormat,
+    Codes,
+    Container,
+    Placement,
+    ScaleFormat,
+    quantization_config,
+)
 from fp8refit.live.layout import SlotLayout
 from fp8refit.live.slots import FP8_DTYPE, Op, Slot, TensorMeta
 from fp8refit.tracing.stored import why_not_stored
@@ -153,6 +164,20 @@ def test_so_does_the_kernel_of_groups():
         quantize_groups(WEIGHT, imaginary(ScaleFormat))
 
 
+@pytest.mark.parametrize(
+    ("container", "block_format", "chosen"),
+    [
+        (Container.FP8, PER_ROW, Container.COMPRESSED_TENSORS),
+        (Container.MODELOPT, PER_ROW, Container.COMPRESSED_TENSORS),
+        (Container.MODELOPT, PER_TENSOR, Container.FP8),
+        *((container, BlockFormat(), container) for container in Container),
+        *((container, PER_TENSOR, container) for container in (Container.FP8, Container.COMPRESSED_TENSORS)),
+    ],
+)
+def test_a_container_without_a_form_for_a_format_gives_way_to_one_that_has_it(container, block_format, chosen):
+    assert container.or_other(block_format) is chosen
+
+
 def source_trees():
     for folder in ("fp8refit", "adapters"):
         for file in sorted((ROOT / folder).rglob("*.py")):
@@ -207,8 +232,10 @@ def test_a_block_of_which_ranks_hold_parts_has_one_row():
         BlockFormat(amax_over=AmaxOver.WHOLE_BLOCK)
 
 
-@pytest.mark.parametrize("block_size", [(1, WHOLE), (WHOLE, 1), (WHOLE, WHOLE)])
-def test_a_scale_may_be_that_of_a_row_a_column_or_the_whole_matrix(block_size):
+@pytest.mark.parametrize(
+    ("block_size", "said"), [((1, WHOLE), "row"), ((WHOLE, 1), "allx1 block"), ((WHOLE, WHOLE), "weight")]
+)
+def test_a_scale_may_be_that_of_a_row_a_column_or_the_whole_matrix(block_size, said):
     torch.manual_seed(0)
     weight, block_format = torch.randn(6, 40), BlockFormat(block_size=block_size)
     sides = tuple(min(size, length) for size, length in zip(block_size, weight.shape, strict=True))
@@ -216,7 +243,7 @@ def test_a_scale_may_be_that_of_a_row_a_column_or_the_whole_matrix(block_size):
     expected, expected_scale, _ = quantize_reference(weight, BlockFormat(block_size=sides))
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(scale, expected_scale)
     assert scale.shape == block_format.scale_shape(weight.shape) == (6 // sides[0], 40 // sides[1])
-    assert str(WHOLE) not in str(block_format)
+    assert str(block_format) == f"fp32 scales per {said}"
     whole = Task(op=Op.QUANTIZE, source=weight, offset=(0, 0), target=codes, scale=scale, format=block_format)
     refused = pytest.raises(AssertionError, match="no kernel") if block_size[0] == WHOLE else nullcontext()
     with refused:
