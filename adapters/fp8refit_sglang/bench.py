@@ -2,60 +2,46 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8refit.bench.eager import eager_checkpoint
-from fp8refit.bench.engine import Strategy
+from fp8refit.bench.engine import Place, RefitBoot, Strategy
 from fp8refit.bench.policies import in_buckets
+from fp8refit.bench.server import BenchServer
 from fp8refit.bench.shapes import block_fp8
 from fp8refit.driver.refitter import Refitter
+from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout
 from fp8refit_sglang.compat import VERSIONS
 
-_BUCKETS_BYTES = {"512 MiB": 512 << 20, "2 GiB": 2 << 30}
+_BUCKETS = {"512mib": ("512 MiB", 512 << 20), "2gib": ("2 GiB", 2 << 30)}
 """A bucket size that RL frameworks use, and a larger one."""
 
 
 class SglangBench:
-    """Implements `fp8refit.bench.engine.BenchEngine`, with schedulers in other processes.
+    """Implements `fp8refit.bench.engine.BenchEngine`, with schedulers in other processes."""
 
-    Args:
-        model: Folder with a `config.json`.
-        tp: Tensor-parallel ranks.
-    """
+    worker = None
 
-    def __init__(self, model: Path, *, tp: int) -> None:
-        os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")  # it takes minutes, and nothing is generated
+    def __init__(self, wanted: RefitBoot) -> None:
         import sglang
 
-        self.settings: dict[str, object] = {
-            "load_format": "dummy",
-            "json_model_override_args": json.dumps({"quantization_config": block_fp8(model)}),
-            "tp_size": tp,
-            "skip_tokenizer_init": True,
-            "context_length": 2048,
-            "max_running_requests": 8,
-            "max_total_tokens": 16384,
-            "disable_cuda_graph": True,
-        }
-        if not torch.cuda.is_available():
-            self.settings |= {"device": "cpu", "dtype": "bfloat16", "max_total_tokens": 2048}
-        self.candidate = sglang.Engine(model_path=str(model), **self.settings)
+        self.settings = {name.replace("-", "_"): value for name, value in _settings(wanted).items()}
+        self.candidate = sglang.Engine(**self.settings)
         self._layout: EngineLayout = Refitter(self.candidate).layout()
         self.strategies: Sequence[Strategy] = tuple(
             Strategy(
-                name=f"update_weights_from_tensor, {label} buckets",
-                summary=f"quantize each weight in eager PyTorch, flatten them into buckets of {label}, hand each over by its "
+                name=f"update_weights_from_tensor-{label}",
+                summary=f"quantize each weight in eager PyTorch, flatten them into buckets of {size}, hand each over by its "
                 "CUDA IPC handle (`load_format='flattened_bucket'`), and flush",
                 update=partial(self._update, bucket_bytes=num_bytes),
             )
-            for label, num_bytes in _BUCKETS_BYTES.items()
+            for label, (size, num_bytes) in _BUCKETS.items()
         )
 
     def close(self) -> None:
@@ -101,11 +87,43 @@ def _check(answer: Any) -> None:
         raise AssertionError(f"SGLang refused an update in a benchmark: {answer}")
 
 
-def boot(model: Path, *, tp: int) -> SglangBench:
+def _settings(wanted: RefitBoot) -> dict[str, object]:
+    """The engine's arguments, as on the command line of its server."""
+    os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")  # it takes minutes, and little is generated
+    is_served = wanted.place is Place.SERVER
+    settings: dict[str, object] = {
+        "model-path": str(wanted.model),
+        "load-format": "dummy",
+        "json-model-override-args": json.dumps({"quantization_config": block_fp8(wanted.model)}),
+        "tp-size": wanted.tp,
+        "skip-tokenizer-init": True,
+        "context-length": 512 if is_served else 2048,
+        "max-running-requests": 32 if is_served else 8,
+        "max-total-tokens": 16384,
+        "disable-cuda-graph": True,
+    }
+    if not torch.cuda.is_available():
+        settings |= {"device": "cpu", "dtype": "bfloat16", "max-total-tokens": 2048}
+    return settings
+
+
+def _complete(post: Callable[[str, object], Any], prompt: Sequence[int], num_tokens: int) -> bool:
+    sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+    answer = post("/generate", {"input_ids": list(prompt), "sampling_params": sampling})
+    return bool(len(answer["output_ids"]) == num_tokens)
+
+
+def boot(wanted: RefitBoot) -> SglangBench | BenchServer:
     """Boot an engine with random weights.
 
     Raises:
-        UnsupportedEngineError: SGLang is not installed.
+        UnsupportedEngineError: SGLang is not installed, does not run in this process, or quantizes no BF16 weights.
     """
+    if wanted.is_online:
+        raise UnsupportedEngineError("sglang does not quantize BF16 weights to block FP8 itself; leave out --online")
+    if wanted.place is Place.INSIDE:
+        raise UnsupportedEngineError("SGLang runs in other processes; leave out --place, or pass outside or server")
     with VERSIONS.importing():
-        return SglangBench(model, tp=tp)
+        if wanted.place is Place.SERVER:
+            return BenchServer("sglang.launch_server", _settings(wanted), _complete)
+        return SglangBench(wanted)

@@ -1,13 +1,12 @@
 """The transformers engine in the refit benchmark."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from fp8refit.bench.eager import eager_quantize
-from fp8refit.bench.engine import Strategy
+from fp8refit.bench.engine import Place, RefitBoot, Strategy
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit_transformers.engine import TransformersEngine
 from fp8refit_transformers.linear import BlockFp8Linear
@@ -23,6 +22,7 @@ class TransformersBench:
     def __init__(self, model: nn.Module) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.candidate = model.to(device)
+        self.worker = self.candidate
         self.settings: dict[str, object] = {"class": type(model).__name__, "device": device}
         self.strategies: Sequence[Strategy] = (
             Strategy(
@@ -34,7 +34,7 @@ class TransformersBench:
 
     def close(self) -> None:
         """Stop the engine and everything it started."""
-        del self.candidate
+        del self.candidate, self.worker
 
     @torch.inference_mode()
     def _quantize_and_copy(self, policy: Mapping[str, Tensor]) -> None:
@@ -50,12 +50,18 @@ class TransformersBench:
             layer.weight_scale_inv.copy_(scale)
 
 
-def boot(model: Path, *, tp: int) -> TransformersBench:
+def boot(wanted: RefitBoot) -> TransformersBench:
     """Make an engine with random weights.
 
     Raises:
-        UnsupportedEngineError: `tp` is not 1, or `model` is not a model folder.
+        UnsupportedEngineError: It has one rank, is in this process, and quantizes no BF16 weights; or there is no such model.
     """
-    if tp != 1:
-        raise UnsupportedEngineError(f"transformers runs on one rank, not on {tp}; leave out --tp")
-    return TransformersBench(TransformersEngine.boot(str(model)))
+    if wanted.tp != 1:
+        raise UnsupportedEngineError(f"transformers runs on one rank, not on {wanted.tp}; leave out --tp")
+    if wanted.is_online:
+        raise UnsupportedEngineError(
+            "transformers does not quantize BF16 weights to block FP8 itself; leave out --online"
+        )
+    if wanted.place not in {None, Place.INSIDE}:
+        raise UnsupportedEngineError("transformers runs in this process; leave out --place")
+    return TransformersBench(TransformersEngine.boot(str(wanted.model)))

@@ -1,21 +1,23 @@
 """vLLM in the refit benchmark, beside vLLM's own ways to update weights."""
 
 import gc
+import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8refit.bench.eager import eager_checkpoint, eager_quantize
-from fp8refit.bench.engine import Strategy
+from fp8refit.bench.engine import Place, RefitBoot, Strategy
+from fp8refit.bench.server import BenchServer
 from fp8refit.bench.shapes import block_fp8
+from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.slots import Inventory
 from fp8refit.tracing.inventory import inventory_of
+from fp8refit_vllm.bench_transfers import How, Receiver, by_buckets, by_calls, switch
 from fp8refit_vllm.compat import VERSIONS
 from fp8refit_vllm.core_compat import in_process_executor
 from fp8refit_vllm.layout import VllmRules
@@ -23,20 +25,19 @@ from fp8refit_vllm.twin import twin_of
 
 _KV_BYTES = 1 << 30
 """A small KV cache; refits do not depend on its size."""
+_SERVED = "policy"
 
 
 class VllmBench:
-    """Implements `fp8refit.bench.engine.BenchEngine`.
+    """Implements `fp8refit.bench.engine.BenchEngine`. A single rank runs in this process if nothing else is wanted.
 
-    Args:
-        model: Folder with a `config.json`.
-        tp: Tensor-parallel ranks. A single rank runs in this process. Several run in others, and then vLLM's own methods are
-            not timed: `reload_weights` takes an iterator only in its worker's process.
-        online: Whether vLLM quantizes BF16 weights itself. `reload_weights` then takes BF16 weights.
+    Ranks elsewhere have none of vLLM's own methods: `reload_weights` takes an iterator only in its worker's process.
     """
 
-    def __init__(self, model: Path, *, tp: int, online: bool) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if tp == 1 else "1"
+    def __init__(self, wanted: RefitBoot) -> None:
+        is_inside = wanted.place is Place.INSIDE or (wanted.place is None and wanted.tp == 1)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if is_inside else "1"
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # the command line runs a progress thread
         os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")  # it compiles for minutes, and nothing is generated
         from vllm import LLM
 
@@ -44,55 +45,63 @@ class VllmBench:
             "load_format": "dummy",
             **(
                 {"quantization": "fp8_per_block"}
-                if online
-                else {"hf_overrides": {"quantization_config": block_fp8(model)}}
+                if wanted.is_online
+                else {"hf_overrides": {"quantization_config": block_fp8(wanted.model)}}
             ),
-            "tensor_parallel_size": tp,
+            "tensor_parallel_size": wanted.tp,
             "enforce_eager": True,
             "skip_tokenizer_init": True,
             "max_model_len": 2048,
             "max_num_seqs": 8,
+            "worker_extension_cls": f"{Receiver.__module__}.{Receiver.__qualname__}",
         }
         if torch.cuda.is_available():
             self.settings["kv_cache_memory_bytes"] = _KV_BYTES  # nothing is profiled
             self.settings["gpu_memory_utilization"] = 0.1  # then vLLM only checks at boot that this much is free
-        self.candidate = LLM(model=str(model), **self.settings)
+        self.candidate = LLM(model=str(wanted.model), **self.settings)
         executor = in_process_executor(self.candidate.llm_engine)
-        self._strategies: tuple[Strategy, ...] = ()
+        self.worker = None
+        self._inventory = Inventory(slots=())
+        self.strategies: Sequence[Strategy] = (
+            tuple(by_buckets(self.candidate)) if wanted.tp == 1 and torch.cuda.is_available() else ()
+        )
         if executor is not None:
-            worker = executor.driver_worker.worker
+            self.worker = worker = executor.driver_worker.worker
             network = worker.model_runner.get_model()
+
+            def by_vllm(_: object) -> None:
+                switch(worker, How.NONE)
+
             self._inventory = inventory_of(network, VllmRules(), twin_of(worker.vllm_config))
             self._names = {parameter.data_ptr(): name for name, parameter in network.named_parameters()}
-            self._strategies = (
+            self.strategies = (
                 Strategy(
                     name="reload_weights",
                     summary="vLLM's `reload_weights` of BF16 weights: it loads, fuses, quantizes and processes them as at boot",
                     update=lambda policy: self._reload(iter(policy.items())),
+                    prepare=by_vllm,
                 )
-                if online
+                if wanted.is_online
                 else Strategy(
                     name="reload_weights",
                     summary="quantize each weight in eager PyTorch into a checkpoint's tensors, which vLLM's `reload_weights` "
                     "loads, fuses and processes as at boot",
                     update=self._reload_checkpoint,
+                    prepare=by_vllm,
                 ),
                 Strategy(
-                    name="reload_weights, kernel format",
+                    name="reload_weights-kernel-format",
                     summary="quantize each weight in eager PyTorch into tensors as the kernels hold them, which vLLM's "
                     "`reload_weights(is_checkpoint_format=False)` copies",
                     update=self._reload_kernels,
+                    prepare=by_vllm,
                 ),
+                *by_calls(worker),
             )
-
-    @property
-    def strategies(self) -> Sequence[Strategy]:
-        """The engine's own ways to load weights."""
-        return self._strategies
 
     def close(self) -> None:
         """Stop the engine and everything it started."""
-        self._inventory = Inventory(slots=())
+        self._inventory, self.strategies, self.worker = Inventory(slots=()), (), None
         shut_down(self)
 
     def _reload_checkpoint(self, policy: Mapping[str, Tensor]) -> None:
@@ -147,14 +156,43 @@ def _place(made: dict[int, Tensor], live: Tensor) -> Tensor:
     return made[parameter.data_ptr()].as_strided(live.shape, live.stride(), offset)
 
 
-def boot(model: Path, *, tp: int, online: bool = False) -> VllmBench:
+def _serve(wanted: RefitBoot) -> BenchServer:
+    os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")
+    os.environ.setdefault("VLLM_USE_DEEP_GEMM", "0")  # it compiles kernels while requests run
+    settings: dict[str, object] = {
+        "model": str(wanted.model),
+        "served-model-name": _SERVED,
+        "load-format": "dummy",
+        "tensor-parallel-size": wanted.tp,
+        "max-model-len": 512,
+        "max-num-seqs": 32,
+        "skip-tokenizer-init": True,
+    }
+    if wanted.is_online:
+        settings["quantization"] = "fp8_per_block"
+    else:
+        settings["hf-overrides"] = json.dumps({"quantization_config": block_fp8(wanted.model)})
+    if torch.cuda.is_available():
+        graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        settings |= {"gpu-memory-utilization": 0.35, "compilation-config": json.dumps(graphs)}
+    else:
+        settings |= {"enforce-eager": True, "dtype": "bfloat16", "num-gpu-blocks-override": 64}
+    return BenchServer("vllm.entrypoints.openai.api_server", settings, _complete)
+
+
+def _complete(post: Callable[[str, object], Any], prompt: Sequence[int], num_tokens: int) -> bool:
+    asked = {"model": _SERVED, "prompt": list(prompt), "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+    answer = post("/v1/completions", asked | {"return_token_ids": True})
+    return len(answer["choices"][0]["token_ids"]) == num_tokens
+
+
+def boot(wanted: RefitBoot) -> VllmBench | BenchServer:
     """Boot an engine with random weights.
 
     Raises:
-        UnsupportedEngineError: vLLM is not installed.
+        UnsupportedEngineError: vLLM is not installed, or several ranks shall be in this process.
     """
+    if wanted.place is Place.INSIDE and wanted.tp > 1:
+        raise UnsupportedEngineError("vLLM runs several ranks in other processes; leave out --place or --tp")
     with VERSIONS.importing():
-        return VllmBench(model, tp=tp, online=online)
-
-
-boot_online = partial(boot, online=True)
+        return _serve(wanted) if wanted.place is Place.SERVER else VllmBench(wanted)

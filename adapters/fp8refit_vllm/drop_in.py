@@ -48,18 +48,19 @@ def options_of(config: Any) -> DropInOptions:
     return DropInOptions.read(os.environ, additional.get(_PLUGIN) if isinstance(additional, dict) else None)
 
 
-def install(worker: Any, rank: Callable[[], Rank]) -> None:
+def install(worker: Any, rank: Callable[[], Rank], options: DropInOptions | None = None) -> None:
     """Install the drop-in on a booted worker, if it is enabled and the model is block FP8. Called on every rank.
 
     Args:
         worker: A vLLM worker.
         rank: Returns the worker's `Rank`.
+        options: By default those of the engine.
 
     Raises:
         UnsupportedEngineError: The model is not quantized although `FP8REFIT_QUANTIZATION` asks for it.
         RefitError: The model is block FP8 but cannot be refitted.
     """
-    options = options_of(worker.vllm_config)
+    options = options or options_of(worker.vllm_config)
     if not options.drop_in and options.quantization is None:
         return
     network = worker.model_runner.get_model()

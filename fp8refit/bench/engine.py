@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -13,17 +14,47 @@ from fp8refit.driver.adapters import booting, find_adapter
 from fp8refit.errors import UnsupportedEngineError
 
 
+class Place(StrEnum):
+    """Where an engine runs."""
+
+    INSIDE = "inside"
+    """In this process."""
+    OUTSIDE = "outside"
+    """Its ranks in other processes."""
+    SERVER = "server"
+    """Behind its own HTTP server."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefitBoot:
+    """What an adapter's `bench.boot` has to boot."""
+
+    model: Path
+    """A folder with a `config.json`."""
+    tp: int = 1
+    """Tensor-parallel ranks."""
+    is_online: bool = False
+    """Whether the engine is to quantize BF16 weights itself."""
+    place: Place | None = None
+    """None for the adapter's choice."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
-    """A way other than fp8refit's to give an engine new BF16 weights."""
+    """A way to give an engine new BF16 weights, other than `refit` of tensors at rest."""
 
     name: str
+    """A word, by which the command line chooses it."""
     summary: str
     """One line: what it does and with which settings."""
-    update: Callable[[Mapping[str, Tensor]], None]
+    update: Callable[[Mapping[str, Tensor]], object]
     """Takes BF16 weights by checkpoint name; returns when the engine serves them, with its caches flushed."""
-    prepare: Callable[[Mapping[str, Tensor]], None] = lambda _: None
-    """The trainer's work beforehand, which is not timed."""
+    prepare: Callable[[Mapping[str, Tensor]], object] = lambda _: None
+    """What is not timed before each update, such as the trainer's own work."""
+    is_on_request: bool = False
+    """Whether it is left out unless its name is given."""
+    num_untimed: int = 0
+    """How often another policy comes the same way before each that is timed, so that nothing is compiled for that one."""
 
 
 class LiveEngine(Protocol):
@@ -43,6 +74,9 @@ class BenchEngine(LiveEngine, Protocol):
     """A live engine with random weights."""
 
     strategies: Sequence[Strategy]
+    """The engine's own ways, and those of trainers."""
+    worker: object | None
+    """What `fp8refit.update` takes, if the model is in this process."""
 
 
 def adapter_module(name: str, part: str) -> ModuleType:
@@ -62,21 +96,13 @@ def adapter_module(name: str, part: str) -> ModuleType:
         ) from error
 
 
-def open_bench_engine(name: str, model: Path, *, tp: int, online: bool = False) -> BenchEngine:
-    """Boot an adapter's engine from a folder with a `config.json`, using `boot` in its module `bench`.
-
-    Args:
-        name: Name of the adapter.
-        model: The folder.
-        tp: Tensor-parallel ranks.
-        online: Use `boot_online` instead: an engine that quantizes BF16 checkpoints to block FP8 itself.
+def open_bench_engine(name: str, wanted: RefitBoot) -> BenchEngine:
+    """Boot an adapter's engine, using `boot` in its module `bench`.
 
     Raises:
-        UnsupportedEngineError: As in `adapter_module` and `booting`; or the engine cannot quantize by itself.
+        UnsupportedEngineError: As in `adapter_module` and `booting`; or the engine cannot be booted like that.
     """
     module = adapter_module(name, "bench")
-    if online and not hasattr(module, "boot_online"):
-        raise UnsupportedEngineError(f"{name} does not quantize BF16 weights to block FP8 itself; leave out --online")
-    with booting(name, model):
-        engine: BenchEngine = (module.boot_online if online else module.boot)(model, tp=tp)
+    with booting(name, wanted.model):
+        engine: BenchEngine = module.boot(wanted)
     return engine

@@ -1,5 +1,7 @@
 """Weights for any engine: random, from a seed, with outlier channels like real ones."""
 
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -12,6 +14,9 @@ from fp8refit.live.slots import TensorMeta
 from fp8refit.tracing.reading import NO_BLOCK_FP8
 
 NUM_OUTLIERS = 6
+_EXPERT = re.compile(r"(?P<module>.*\.experts)\.(?P<number>\d+)\.(?P<leaf>gate_proj|up_proj|down_proj)\.weight")
+_STACKS = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", 0)}
+"""For each matrix of an expert: the tensor of a transformers state dict that holds it, and its place there."""
 
 
 def manifest(layout: EngineLayout) -> dict[str, TensorMeta]:
@@ -39,8 +44,39 @@ def manifest_of_bf16(candidate: object) -> dict[str, TensorMeta]:
 
 
 def allocate(layout: EngineLayout, device: torch.device) -> dict[str, Tensor]:
-    """Allocate one policy."""
-    return {name: _empty(meta, device) for name, meta in manifest(layout).items()}
+    """Allocate one policy. The experts of a layer lie side by side, as transformers has them: see `stacked`."""
+    metadata = manifest(layout)
+    numbers: dict[str, set[int]] = defaultdict(set)
+    for found in filter(None, map(_EXPERT.fullmatch, metadata)):
+        numbers[found["module"]].add(int(found["number"]))
+    made: dict[str, Tensor] = {}
+    stacks: dict[tuple[str, str], Tensor] = {}
+    for name, meta in metadata.items():
+        expert = _EXPERT.fullmatch(name)
+        if expert is None:
+            made[name] = _empty(meta, device)
+            continue
+        stack, place = _STACKS[expert["leaf"]]
+        shape = (len(numbers[expert["module"]]), 1 + (stack == "gate_up_proj"), *meta.shape)
+        key = (expert["module"], stack)
+        if key not in stacks:
+            stacks[key] = torch.empty(shape, dtype=meta.dtype, device=device)
+        made[name] = stacks[key][int(expert["number"]), place]
+    return made
+
+
+def stacked(policy: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the same memory of a policy from `allocate` under the names of a transformers state dict, experts stacked."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in policy.items():
+        expert = _EXPERT.fullmatch(name)
+        if expert is None:
+            found[name] = tensor
+        elif tensor._base is not None:
+            whole = tensor._base
+            stack, _ = _STACKS[expert["leaf"]]
+            found[f"{expert['module']}.{stack}"] = whole.view(len(whole), -1, tensor.shape[-1])
+    return found
 
 
 def fill(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:

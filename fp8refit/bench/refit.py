@@ -1,9 +1,11 @@
-"""Times refits of one live engine, and its other ways to load weights, round by round on the same tensors."""
+"""Times refits of one live engine, and every other way to give it weights, round by round on the same tensors."""
 
 import statistics
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -12,14 +14,24 @@ from torch import Tensor
 
 from fp8refit.bench import policies
 from fp8refit.bench.clock import Count, Percentiles, copy_gb_per_s, time_call
-from fp8refit.bench.engine import BenchEngine, Strategy, open_bench_engine
+from fp8refit.bench.engine import BenchEngine, Place, RefitBoot, Strategy, open_bench_engine
 from fp8refit.bench.result import BenchResult, gpu_name, stamp, versions_of
+from fp8refit.bench.server import BenchServer, Clients
 from fp8refit.bench.shapes import folder_of
+from fp8refit.bench.sources import Sources
+from fp8refit.config import InFlight, Options
 from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.report import RefitReport
 
 OURS = "fp8refit"
+NUM_TOKENS = 64
+"""Of every answer to a client."""
+_PROMPT = 24
+"""Tokens of the shortest prompt; others are up to twice as long."""
+_NUM_UNTIMED = 2
+_REST_S = 0.1
+"""Before each timed run, in which clients are answered."""
 
 
 class RefitBenchConfig(BaseModel, frozen=True, extra="forbid"):
@@ -38,13 +50,22 @@ class RefitBenchConfig(BaseModel, frozen=True, extra="forbid"):
     warm_up: int = Field(default=2, ge=0, le=1 << 24)
     """Untimed refits after the first."""
     strategies: tuple[str, ...] | None = None
-    """Which of the engine's own strategies to time; None for all, empty for none."""
+    """Which other ways to time; None for all of the engine's own, empty for none."""
     seed: int = Field(default=0, ge=0, lt=1 << 32)
+    place: Place | None = None
+    """Where the engine runs; None for the adapter's choice."""
+    gpu: int | None = Field(default=None, ge=0)
+    """The GPU that holds the policies; None for the current one, which is the engine's."""
+    clients: int = Field(default=0, ge=0, le=1 << 10)
+    """How many clients keep a server busy meanwhile."""
+    in_flight: InFlight = "wait"
+    """What becomes of their requests, see `RefitConfig.in_flight`."""
 
     @property
     def boot(self) -> str:
         """The engine, and how it was booted."""
-        return f"{self.engine} --online" if self.online else self.engine
+        place = [] if self.place is None else [f"--place {self.place}"]
+        return " ".join([self.engine, *(["--online"] if self.online else []), *place])
 
 
 class StrategyResult(BaseModel, frozen=True):
@@ -54,6 +75,10 @@ class StrategyResult(BaseModel, frozen=True):
     summary: str
     wall_ms: Percentiles
     """Time from call to return, including the cache flush; the engine is then ready to serve."""
+    first_ms: float | None = None
+    """The first time, if it was not counted."""
+    phases_ms: dict[str, float] = {}
+    """Medians of what a report says, if there is one."""
     peak_extra_bytes: int
     """Additional GPU memory in the trainer's process, which may include ranks."""
     is_repeatable: bool
@@ -67,6 +92,14 @@ class StrategyResult(BaseModel, frozen=True):
         if self.equals_ours:
             return "fp8refit's"
         return "its own" if self.is_repeatable else "NOT the same every time"
+
+
+class ClientsResult(BaseModel, frozen=True):
+    """What clients of a server noticed."""
+
+    requests: int
+    failed: int
+    """Requests that were refused or answered with too few tokens."""
 
 
 class RefitBenchResult(BenchResult, frozen=True):
@@ -96,6 +129,7 @@ class RefitBenchResult(BenchResult, frozen=True):
     """The fill's time divided by that of copying as many bytes, for the slowest rank."""
     is_repeatable: bool
     others: tuple[StrategyResult, ...]
+    clients: ClientsResult | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -112,6 +146,14 @@ class RefitBenchResult(BenchResult, frozen=True):
         """The bytes of all ranks divided by the fill's time."""
         return self.num_bytes / self.fill_ms.median / 1e6
 
+    def other(self, name: str) -> StrategyResult:
+        """Return the result of a strategy.
+
+        Raises:
+            KeyError: It was not timed.
+        """
+        return {other.name: other for other in self.others}[name]
+
 
 Progress = Callable[[str, int, int], None]
 """Takes the current step, steps done, and steps in total."""
@@ -124,13 +166,16 @@ def run_refit_bench(config: RefitBenchConfig, *, on_progress: Progress = lambda 
     each run, the bytes of every rank are compared with those of other runs with the same policy.
 
     Raises:
-        UnsupportedEngineError: The engine, shape, folder or strategy is unknown, or the engine cannot be refitted.
+        UnsupportedEngineError: The engine, shape, folder or strategy is unknown, or the engine cannot be booted like that or
+            refitted.
     """
+    if config.clients and config.place is not Place.SERVER:
+        raise UnsupportedEngineError("clients need a server; add --place server")
     with tempfile.TemporaryDirectory(prefix="fp8refit-bench-") as scratch:
         on_progress("boot", 0, 1)
-        engine = open_bench_engine(
-            config.engine, folder_of(config.model, Path(scratch)), tp=config.tp, online=config.online
-        )
+        model = folder_of(config.model, Path(scratch))
+        wanted = RefitBoot(model=model, tp=config.tp, is_online=config.online, place=config.place)
+        engine = open_bench_engine(config.engine, wanted)
         try:
             return _Bench(config, engine, on_progress).run()
         finally:
@@ -142,55 +187,112 @@ class _Bench:
 
     def __init__(self, config: RefitBenchConfig, engine: BenchEngine, on_progress: Progress) -> None:
         self._config, self._engine, self._on_progress = config, engine, on_progress
-        self._others = _chosen(engine.strategies, config.strategies)
-        self._refitter = Refitter(engine.candidate)
+        options: Options = {"in_flight": config.in_flight}
+        self._refitter = Refitter(engine.candidate, **options)
         self._layout = self._refitter.layout()
-        has_gpu = torch.cuda.is_available() and self._layout.device.startswith("cuda")
-        self._device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
+        self._device = self._where()
+        on_progress("make a policy", 0, 1)
+        self._policy = policies.allocate(self._layout, self._device)
+        self._sources = Sources(engine, self._refitter, options, self._device)
+        self._others = _chosen([*engine.strategies, *self._sources.ways(self._policy)], config.strategies)
         self._expected: dict[int, list[str]] = {}
         """Fingerprints of policies written by fp8refit."""
 
+    def _where(self) -> torch.device:
+        """Return the device that holds the policies, and make it the current one."""
+        if not (torch.cuda.is_available() and self._layout.device.startswith("cuda")):
+            return torch.device("cpu")
+        gpu = torch.cuda.current_device() if self._config.gpu is None else self._config.gpu
+        if gpu >= torch.cuda.device_count():
+            raise UnsupportedEngineError(f"there is no GPU {gpu}; there are {torch.cuda.device_count()}")
+        torch.cuda.set_device(gpu)
+        return torch.device("cuda", gpu)
+
     def run(self) -> RefitBenchResult:
-        config = self._config
-        self._on_progress("make a policy", 0, 1)
-        policy = policies.allocate(self._layout, self._device)
+        config, policy = self._config, self._policy
         first_ms = self._time_ours(policies.fill(policy, config.seed))[0]
         for _ in range(config.warm_up):
             self._time_ours(policy)
+        firsts = {strategy.name: self._warm_up(strategy) for strategy in self._others if strategy.is_on_request}
         is_repeatable = True
         ours: list[tuple[float, RefitReport, int]] = []
         others: dict[str, list[_Run]] = {strategy.name: [] for strategy in self._others}
         copy_rates = []
         num_steps, done = config.rounds * (1 + len(self._others)), 0
-        for round_ in range(config.rounds):
-            seed = config.seed + 1 + round_ % 2
-            policies.fill(policy, seed)
-            copy_rates.append(copy_gb_per_s(self._device))
-            for strategy in self._others:
-                self._on_progress(strategy.name, done, num_steps)
-                others[strategy.name].append(self._time_other(strategy, policy, seed))
+        with self._clients() as clients:
+            for round_ in range(config.rounds):
+                seed = config.seed + 1 + round_ % 2
+                policies.fill(policy, seed)
+                copy_rates.append(copy_gb_per_s(self._device))
+                for strategy in self._others:
+                    self._on_progress(strategy.name, done, num_steps)
+                    others[strategy.name].append(self._time_other(strategy, seed))
+                    done += 1
+                # Other ways replace tensors, and memory is recognized when it comes again: what that takes is not timed.
+                for _ in range(_NUM_UNTIMED):
+                    with _another(policy):
+                        self._refitter.refit(policy)
+                self._on_progress(OURS, done, num_steps)
+                self._rest()
+                ours.append(self._time_ours(policy))
                 done += 1
-            # Tensors replaced by other strategies are read again here, with a policy that is not timed.
-            self._refitter.refit(policies.fill(policy, seed + 2))
-            policies.fill(policy, seed)
-            self._on_progress(OURS, done, num_steps)
-            ours.append(self._time_ours(policy))
-            done += 1
-            found = self._refitter.fingerprints()
-            is_repeatable &= self._expected.setdefault(seed, found) == found
+                found = self._refitter.fingerprints()
+                is_repeatable &= self._expected.setdefault(seed, found) == found
         self._on_progress("done", num_steps, num_steps)
-        return self._result(first_ms, ours, others, copy_rates, is_repeatable=is_repeatable)
+        result = self._result(first_ms, ours, others, copy_rates, is_repeatable=is_repeatable)
+        self._sources.close()
+        timed = tuple(other.model_copy(update={"first_ms": firsts.get(other.name)}) for other in result.others)
+        heard = clients.answers if clients is not None else []
+        seen = ClientsResult(requests=len(heard), failed=heard.count(False)) if clients is not None else None
+        return result.model_copy(update={"others": timed, "clients": seen})
+
+    def _clients(self) -> AbstractContextManager[Clients[bool] | None]:
+        """Return clients that keep a server busy, with prompts of several lengths."""
+        server = self._engine
+        if not self._config.clients or not isinstance(server, BenchServer):
+            return nullcontext()
+
+        def ask(number: int) -> bool:
+            length = _PROMPT + number % _PROMPT
+            return server.complete([100 + (31 * number + 7 * place) % 900 for place in range(length)], NUM_TOKENS)
+
+        return Clients(ask, self._config.clients)
+
+    def _rest(self) -> None:
+        if self._config.clients:
+            time.sleep(_REST_S)
+
+    def _warm_up(self, strategy: Strategy) -> float:
+        """Compile what a way needs, and return the milliseconds of its first time."""
+        milliseconds = []
+        for place in range(1 + self._config.warm_up):
+            with nullcontext() if place % 2 else _another(self._policy):
+                milliseconds.append(self._run_other(strategy)[0])
+        return milliseconds[0]
 
     def _time_ours(self, policy: Mapping[str, Tensor]) -> tuple[float, RefitReport, int]:
         """Return milliseconds from call to return, the report, and the peak of additional memory."""
         wall_s, extra_bytes, report = time_call(lambda: self._refitter.refit(dict(policy)), self._device)
         return 1e3 * wall_s, report, max(extra_bytes, report.extra_bytes)
 
-    def _time_other(self, strategy: Strategy, policy: Mapping[str, Tensor], seed: int) -> "_Run":
-        strategy.prepare(policy)
-        wall_s, extra_bytes, _ = time_call(lambda: strategy.update(policy), self._device)
+    def _time_other(self, strategy: Strategy, seed: int) -> "_Run":
+        for place in range(
+            strategy.num_untimed
+        ):  # one after the other differ, the last one and that which is timed too
+            with _another(self._policy) if place % 2 == (strategy.num_untimed - 1) % 2 else nullcontext():
+                self._run_other(strategy)
+        self._rest()
+        wall_ms, extra_bytes, report = self._run_other(strategy)
         fingerprints = tuple(self._refitter.fingerprints())
-        return _Run(seed=seed, wall_ms=1e3 * wall_s, extra_bytes=extra_bytes, fingerprints=fingerprints)
+        phases_s = report.phases_s if isinstance(report, RefitReport) else {}
+        extra_bytes = max(extra_bytes, report.extra_bytes if isinstance(report, RefitReport) else 0)
+        return _Run(seed=seed, wall_ms=wall_ms, extra_bytes=extra_bytes, fingerprints=fingerprints, phases_s=phases_s)
+
+    def _run_other(self, strategy: Strategy) -> tuple[float, int, object]:
+        """Return milliseconds from call to return, the peak of additional memory, and what it returned."""
+        strategy.prepare(self._policy)
+        wall_s, extra_bytes, found = time_call(lambda: strategy.update(self._policy), self._device)
+        return 1e3 * wall_s, extra_bytes, found
 
     def _result(
         self,
@@ -246,6 +348,9 @@ class _Bench:
         config = self._config
         parts = ["fp8refit bench refit", f"--engine {config.engine}", f"--model {config.model}", f"--tp {config.tp}"]
         parts += ["--online"] if config.online else []
+        parts += [] if config.place is None else [f"--place {config.place}"]
+        parts += [] if config.gpu is None else [f"--gpu {config.gpu}"]
+        parts += [f"--clients {config.clients} --in-flight {config.in_flight}"] if config.clients else []
         parts += [f"--rounds {config.rounds}", f"--warm-up {config.warm_up}", f"--seed {config.seed}"]
         if config.strategies is not None:
             parts.append(f"--strategies {','.join(config.strategies) or 'none'!r}")
@@ -257,6 +362,9 @@ class _Bench:
             name=strategy.name,
             summary=strategy.summary,
             wall_ms=Percentiles.of([run.wall_ms for run in runs]),
+            phases_ms={
+                name: 1e3 * statistics.median(run.phases_s.get(name, 0.0) for run in runs) for name in runs[-1].phases_s
+            },
             peak_extra_bytes=max(run.extra_bytes for run in runs),
             is_repeatable=all(run.fingerprints == first[run.seed] for run in runs),
             equals_ours=all(list(run.fingerprints) == self._expected[run.seed] for run in runs),
@@ -268,6 +376,18 @@ class _Run(BaseModel, frozen=True):
     wall_ms: float
     extra_bytes: int
     fingerprints: tuple[str, ...]
+    phases_s: dict[str, float]
+
+
+@contextmanager
+def _another(policy: Mapping[str, Tensor]) -> Iterator[None]:
+    """Make it another policy for a while: the one of opposite sign, which takes no memory and no time."""
+    tensors = list(policy.values())
+    torch._foreach_neg_(tensors)
+    try:
+        yield
+    finally:
+        torch._foreach_neg_(tensors)
 
 
 def _chosen(strategies: Sequence[Strategy], names: Sequence[str] | None) -> list[Strategy]:
@@ -276,10 +396,10 @@ def _chosen(strategies: Sequence[Strategy], names: Sequence[str] | None) -> list
     Raises:
         UnsupportedEngineError: One does not exist.
     """
+    if names is None:
+        return [strategy for strategy in strategies if not strategy.is_on_request]
     known = {strategy.name: strategy for strategy in strategies}
-    absent = [name for name in names or () if name not in known]
+    absent = [name for name in names if name not in known]
     if absent:
-        raise UnsupportedEngineError(
-            f"this engine has no strategy {', '.join(absent)}; it has {', '.join(known) or 'none'}"
-        )
-    return [known[name] for name in (known if names is None else names)]
+        raise UnsupportedEngineError(f"this engine has no strategy {', '.join(absent)}; it has {', '.join(known)}")
+    return [known[name] for name in names]

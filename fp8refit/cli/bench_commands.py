@@ -32,13 +32,24 @@ def bench_refit(
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs per method.")] = 7,
     warm_up: Annotated[int, typer.Option(min=0, help="Untimed refits after the first.")] = 2,
     strategies: Annotated[
-        str | None, typer.Option(help="The engine's own methods to time too, separated by commas; none for none.")
+        str | None,
+        typer.Option(
+            help="Other ways to time, separated by commas: the engine's own (by default all), fp8refit's and trainers'; "
+            "none for none."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
+    place: Annotated[
+        str | None,
+        typer.Option(help="Where the engine runs: inside (this process), outside, or server (its own, by HTTP)."),
+    ] = None,
+    gpu: Annotated[int | None, typer.Option(min=0, help="GPU of the trainer, if not that of the engine.")] = None,
+    clients: Annotated[int, typer.Option(min=0, help="Clients that keep a server busy.")] = 0,
+    in_flight: Annotated[str, typer.Option(help="What becomes of their requests: wait, keep or abort.")] = "wait",
     plot: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for plots.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time refits of a live engine, and its own ways to load weights."""
+    """Time refits of a live engine, and every other way to give it weights."""
     from fp8refit.bench import RefitBenchConfig, run_refit_bench
     from fp8refit.bench.plots import plot_refits
     from fp8refit.bench.tables import refit_tables
@@ -54,6 +65,10 @@ def bench_refit(
             warm_up=warm_up,
             strategies=names,
             seed=seed,
+            place=place,  # type: ignore[arg-type]
+            gpu=gpu,
+            clients=clients,
+            in_flight=in_flight,  # type: ignore[arg-type]
         )
     if plot is not None:
         make_folder(plot, "--plot")

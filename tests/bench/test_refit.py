@@ -11,7 +11,7 @@ from fp8refit import Refitter, UnsupportedEngineError
 from fp8refit.bench import SHAPES, RefitBenchConfig, policies, run_refit_bench, write_config
 from fp8refit.bench.clock import Percentiles
 from fp8refit.bench.eager import eager_checkpoint, eager_quantize
-from fp8refit.bench.engine import Strategy, open_bench_engine
+from fp8refit.bench.engine import RefitBoot, Strategy, open_bench_engine
 from fp8refit.bench.plots import plot_refits
 from fp8refit.bench.refit import _Bench
 from fp8refit.bench.shapes import block_fp8
@@ -91,7 +91,7 @@ def test_what_cannot_be_measured_is_refused(changed, message):
 def bench_with(model, update) -> _Bench:
     """A benchmark of a fake engine with one other way to take weights."""
     strategy = Strategy(name="other", summary="", update=lambda policy: update(model, policy))
-    engine = SimpleNamespace(candidate=model, settings={}, strategies=[strategy], close=lambda: None)
+    engine = SimpleNamespace(candidate=model, settings={}, strategies=[strategy], worker=model, close=lambda: None)
     return _Bench(RefitBenchConfig(engine="fake", model="fake", rounds=4), engine, lambda *_: None)
 
 
@@ -130,7 +130,7 @@ def test_eager_quantization_gives_the_same_scales_and_nearly_the_same_codes(shap
 
 def test_an_eager_checkpoint_is_one_that_a_refit_takes(tmp_path):
     write_config("tiny", tmp_path)
-    refitter = Refitter(open_bench_engine("transformers", tmp_path, tp=1).candidate)
+    refitter = Refitter(open_bench_engine("transformers", RefitBoot(model=tmp_path)).candidate)
     layout = refitter.layout()
     policy = policies.fill(policies.allocate(layout, torch.device("cpu")), 1)
     refitter.refit(policy)

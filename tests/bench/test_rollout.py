@@ -16,7 +16,7 @@ from fp8refit.bench import (
     run_rollout_bench,
     write_config,
 )
-from fp8refit.bench.engine import open_bench_engine
+from fp8refit.bench.engine import RefitBoot, open_bench_engine
 from fp8refit.cli import app
 
 TINY = {
@@ -200,7 +200,7 @@ def test_what_is_no_case_is_refused(option, value):
 @pytest.mark.parametrize("seed", [0, 3])
 def test_a_streamed_policy_is_the_one_that_fills_tensors(seed, tmp_path):
     write_config("tiny", tmp_path)
-    layout = Refitter(open_bench_engine("transformers", tmp_path, tp=1).candidate).layout()
+    layout = Refitter(open_bench_engine("transformers", RefitBoot(model=tmp_path)).candidate).layout()
     cpu = torch.device("cpu")
     filled = policies.fill(policies.allocate(layout, cpu), seed)
     streamed = dict(policies.stream(policies.manifest(layout), seed, cpu))
@@ -221,7 +221,7 @@ def test_bf16_and_fp8_engines_hold_one_policy(shape, is_tied, tmp_path):
         engine = rollout._open(config, tmp_path, precision)
         rollout._with_engine(rollout._empty_result(config), engine, precision)
         held[precision] = engine.candidate.state_dict()
-    layout = Refitter(open_bench_engine("transformers", tmp_path, tp=1).candidate).layout()
+    layout = Refitter(open_bench_engine("transformers", RefitBoot(model=tmp_path)).candidate).layout()
     policy = dict(policies.stream(policies.manifest(layout), 3, torch.device("cpu")))
     assert policy.keys() | ({"lm_head.weight"} if is_tied else set()) == held["bf16"].keys()
     assert all(torch.equal(held["bf16"][name], tensor) for name, tensor in policy.items())

@@ -1,14 +1,11 @@
 """Clients that ask a server without end, and note what they hear, and when."""
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
+from fp8refit.bench.server import Clients
 from tests.oracle.judge import Answer
-
-CUT_S = 0.02
-"""Before the next request, after one that was refused."""
 
 
 class Heard(NamedTuple):
@@ -38,18 +35,14 @@ class Load:
     def __init__(self, ask: Ask, prompts: Sequence[Sequence[int]], *, num_clients: int, num_tokens: int) -> None:
         self.answers: list[Answer] = []
         self._asks, self._prompts, self._num_tokens = ask, prompts, num_tokens
-        self._is_over = threading.Event()
-        self._threads = [threading.Thread(target=self._go_on, args=(place,)) for place in range(num_clients)]
+        self._clients = Clients(lambda place: self.ask(place).status == 200, num_clients)
 
     def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
+        self._clients.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        for thread in self._threads:
-            thread.join()
+        self._clients.__exit__()
 
     def ask(self, place: int) -> Answer:
         """One request more, from here."""
@@ -65,9 +58,3 @@ class Load:
         )
         self.answers.append(answer)
         return answer
-
-    def _go_on(self, place: int) -> None:
-        while not self._is_over.is_set():
-            if self.ask(place).status != 200:
-                time.sleep(CUT_S)
-            place += 1

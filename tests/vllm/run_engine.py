@@ -154,10 +154,11 @@ def run_head_bias(work: str) -> dict:
         return found | {"refitted": live_bytes(llm)}
 
 
-def run_bench(online: bool) -> dict:
+def run_bench(**asked) -> dict:
     """The benchmark of refits, on an engine that it boots itself."""
-    cpu_kernel.register("fp32")
-    config = RefitBenchConfig(engine="vllm", model="tiny", online=online, rounds=2, warm_up=0)
+    if asked.get("place", "inside") == "inside":
+        cpu_kernel.register("fp32")
+    config = RefitBenchConfig(**{"engine": "vllm", "model": "tiny", "rounds": 2, "warm_up": 0} | asked)
     return run_refit_bench(config).model_dump(mode="json")
 
 

@@ -12,7 +12,7 @@ def result(request, run_engine):
     return run_engine("bench", online=request.param)
 
 
-@pytest.mark.parametrize("name", ["reload_weights", "reload_weights, kernel format"])
+@pytest.mark.parametrize("name", ["reload_weights", "reload_weights-kernel-format"])
 def test_vllms_own_ways_end_with_the_same_bytes(name, result):
     (found,) = [other for other in result["others"] if other["name"] == name]
     assert found["equals_ours"] and found["is_repeatable"]
@@ -24,6 +24,41 @@ def test_refits_are_timed_phase_by_phase(result):
     assert {"plan", "flush", "fill", "verify"} <= result["phases_ms"].keys()
     assert result["settings"]["load_format"] == "dummy"
     assert ("--online" in result["command"]) == ("quantization" in result["settings"])
+
+
+def test_trainers_ways_with_the_drop_in_and_without_end_with_the_same_bytes(run_engine):
+    """In turn with refits, on one engine: the drop-in comes and goes."""
+    ways = ("drop-in-tensors", "load_weights-tensors", "reload_weights", "update-512mib", "generator", "lora")
+    result = run_engine("bench", online=True, strategies=ways)
+    assert [other["name"] for other in result["others"]] == list(ways)
+    assert [other["name"] for other in result["others"] if not other["equals_ours"]] == ["lora"]
+    assert all(other["is_repeatable"] for other in result["others"])
+    assert [other["first_ms"] is None for other in result["others"]] == [way == "reload_weights" for way in ways]
+
+
+def bench_elsewhere(starter, folder, **asked):
+    """In processes that find the tests' kernel by a plugin."""
+    environment = {"FP8REFIT_TEST_KERNEL": "fp32", "VLLM_PLUGINS": "fp8refit,fp8refit_cpu_kernel"}
+    (found,) = run_scenario(starter, "bench", asked, folder, timeout_s=110, environment=environment).drivers
+    assert found["is_repeatable"]
+    return found
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
+def test_ways_into_another_process_end_with_the_same_bytes(model, starter, tmp_path):
+    ways = ["cpu", "new-memory", "verify", "changes-counted", "broadcast", *(["stacked"] if model != "tiny" else [])]
+    found = bench_elsewhere(starter, tmp_path, place="outside", model=model, strategies=ways)
+    assert [other["name"] for other in found["others"] if other["equals_ours"]] == ways
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "keep"])
+def test_a_server_answers_every_client_while_it_is_refitted(in_flight, starter, tmp_path):
+    found = bench_elsewhere(starter, tmp_path, place="server", clients=2, in_flight=in_flight, strategies=["broadcast"])
+    assert [other["equals_ours"] for other in found["others"]] == [True]
+    assert found["clients"]["requests"] > 2 and found["clients"]["failed"] == 0
+    assert found["command"].endswith(
+        f"--place server --clients 2 --in-flight {in_flight} --rounds 2 --warm-up 0 --seed 0 --strategies 'broadcast'"
+    )
 
 
 def test_a_bf16_engine_of_the_rollout_benchmark_holds_the_same_policy_as_others(starter, tmp_path):

@@ -1,0 +1,208 @@
+"""Policies that come to vLLM as trainers send them, in the refit benchmark: with the drop-in, and without.
+
+One tensor a call, from the process of the worker (as TRL does, colocated); or in buckets through one CUDA IPC handle, each
+acknowledged before the next, and a larger tensor by a handle of its own (verl's protocol).
+"""
+
+import pickle
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8refit.bench.engine import Strategy
+from fp8refit.driver.drop_in import DropInOptions
+from fp8refit_vllm import drop_in
+from fp8refit_vllm.worker import Extension, rank_of
+
+_ALIGNMENT_BYTES = 16
+_BUCKETS = {"512mib": 512 << 20, "2gib": 2 << 30}
+_DROP_IN_UNTIMED = 3
+"""Until it knows in which order a policy comes."""
+_CUDA_INDEX = 6
+"""Where the device is among what `torch.multiprocessing` says of a tensor."""
+
+Update = Callable[[Mapping[str, Tensor]], object]
+
+
+class How(StrEnum):
+    """What becomes of the tensors that arrive."""
+
+    DROP_IN = "drop-in"
+    """A refit."""
+    OWN = "load_weights"
+    """vLLM's layerwise reload around the same calls."""
+    NONE = "transfer"
+    """Nothing: what the transfer takes by itself."""
+
+
+_SAID = {
+    How.DROP_IN: "the drop-in's refit of",
+    How.OWN: "vLLM's layerwise reload of",
+    How.NONE: "nothing but the transfer of",
+}
+
+
+def load(worker: Any, how: How, buckets: Iterable[list[tuple[str, Tensor]]]) -> None:
+    """Do in a worker what a trainer does."""
+    from vllm.model_executor.model_loader import reload
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    network, config = worker.model_runner.get_model(), worker.vllm_config.model_config
+    if how is How.OWN:
+        reload.initialize_layerwise_reload(network)
+    with torch.no_grad():
+        for bucket in buckets:
+            if how is not How.NONE:
+                network.load_weights(bucket)
+    if how is How.OWN:
+        reload.finalize_layerwise_reload(network, config)
+    elif how is How.DROP_IN:
+        process_weights_after_loading(network, config, worker.device)
+
+
+def switch(worker: Any, how: How) -> None:
+    """Put the drop-in in, or take it out."""
+    if how is How.DROP_IN:
+        drop_in.install(worker, lambda: rank_of(worker), DropInOptions(drop_in=True))
+    else:
+        drop_in.remove(worker)
+
+
+class Receiver(Extension):
+    """For `worker_extension_cls`: the other end of `_Sender`."""
+
+    def switch_transfer(self, how: str) -> None:
+        """Put the drop-in in, or take it out."""
+        switch(self, How(how))
+
+    def receive_policy(self, how: str, address: str) -> None:
+        """Receive a whole policy and load it.
+
+        Args:
+            how: A `How`.
+            address: ZeroMQ's, of the sender.
+        """
+        import zmq
+
+        device: torch.device = self.device  # type: ignore[attr-defined]
+        with zmq.Context.instance().socket(zmq.REP) as socket:
+            socket.connect(address)
+            buffer = _opened(pickle.loads(socket.recv()), device)
+            socket.send(b"")
+
+            def buckets() -> Iterator[list[tuple[str, Tensor]]]:
+                while (message := socket.recv()) != b"":
+                    parts, handle = pickle.loads(message)
+                    memory = buffer if handle is None else _opened(handle, device).view(-1).view(torch.uint8)
+                    yield [
+                        (name, memory[start : start + size].view(dtype).view(shape))
+                        for name, dtype, shape, start, size in parts
+                    ]
+                    torch.cuda.synchronize()  # as verl's receiver does before it lets the buffer be overwritten
+                    socket.send(b"")
+                socket.send(b"")
+
+            load(self, How(how), buckets())
+
+
+def _opened(handle: tuple[Any, tuple[Any, ...]], device: torch.device) -> Tensor:
+    rebuild, said = handle
+    tensor: Tensor = rebuild(*said[:_CUDA_INDEX], device.index, *said[_CUDA_INDEX + 1 :])
+    return tensor
+
+
+class _Sender:
+    """Sends policies through one buffer."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+
+    def send(self, address: str, policy: Mapping[str, Tensor]) -> None:
+        import zmq
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        with zmq.Context.instance().socket(zmq.REQ) as socket:
+
+            def ask(said: Any) -> None:
+                socket.send(said if said == b"" else pickle.dumps(said))
+                socket.recv()
+
+            socket.bind(address)
+            ask(reduce_tensor(self._buffer))
+            parts: list[tuple[Any, ...]] = []
+            start = 0
+            for name, tensor in policy.items():
+                described = (name, tensor.dtype, tuple(tensor.shape))
+                if tensor.nbytes > self._buffer.nbytes:
+                    ask(([(*described, 0, tensor.nbytes)], reduce_tensor(tensor)))
+                    continue
+                if start + tensor.nbytes > self._buffer.nbytes:
+                    torch.cuda.synchronize()
+                    ask((parts, None))
+                    parts, start = [], 0
+                into = self._buffer[start : start + tensor.nbytes]
+                into.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+                parts.append((*described, start, tensor.nbytes))
+                start += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            torch.cuda.synchronize()
+            ask((parts, None))
+            ask(b"")
+
+
+def by_calls(worker: Any) -> Iterator[Strategy]:
+    """Yield the ways of a trainer in the worker's process."""
+
+    def send(how: How, policy: Mapping[str, Tensor]) -> None:
+        load(worker, how, ([item] for item in policy.items()))
+
+    def prepare(how: How, _: object) -> None:
+        switch(worker, how)
+
+    for how in (How.DROP_IN, How.OWN):
+        yield _strategy(
+            how,
+            "tensors",
+            "one tensor a call of `load_weights`, as TRL sends them",
+            partial(send, how),
+            partial(prepare, how),
+        )
+
+
+def by_buckets(llm: Any) -> Iterator[Strategy]:
+    """Yield the ways of a trainer in another process on the same GPU."""
+    senders: dict[int, _Sender] = {}
+
+    def send(how: How, num_bytes: int, policy: Mapping[str, Tensor]) -> None:
+        if num_bytes not in senders:
+            senders[num_bytes] = _Sender(num_bytes)
+        with tempfile.TemporaryDirectory(prefix="fp8refit-") as folder:
+            address = f"ipc://{folder}/policy"
+            thread = threading.Thread(target=senders[num_bytes].send, args=(address, policy), daemon=True)
+            thread.start()
+            llm.collective_rpc("receive_policy", args=(str(how), address))
+            thread.join()
+
+    def prepare(how: How, _: object) -> None:
+        llm.collective_rpc("switch_transfer", args=(str(how),))
+
+    for label, num_bytes in _BUCKETS.items():
+        what = f"buckets of {num_bytes >> 20} MiB by CUDA IPC, as verl sends them"
+        for how in How:
+            yield _strategy(how, label, what, partial(send, how, num_bytes), partial(prepare, how))
+
+
+def _strategy(how: How, label: str, what: str, update: Update, prepare: Update) -> Strategy:
+    return Strategy(
+        name=f"{how}-{label}",
+        summary=f"{_SAID[how]} {what}",
+        update=update,
+        prepare=prepare,
+        is_on_request=True,
+        num_untimed=_DROP_IN_UNTIMED if how is How.DROP_IN else 0,
+    )
