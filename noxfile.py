@@ -288,7 +288,7 @@ def run_zoo(session: nox.Session, file: str) -> None:
 @nox.session(requires=["matrix_vllm", "matrix_sglang", "matrix_classes"], venv_backend="none")
 def matrix(session: nox.Session) -> None:
     """Refits, updates and weight transfer on the oldest, the newest and versions between, of each engine."""
-    session.run("python", "benchmarks/render_pages.py", external=True)
+    session.run("python", "benchmarks/render.py", external=True)
 
 
 @nox.session

@@ -1,12 +1,13 @@
 """Writes docs/benchmarks.md and docs/figures from what `fp8refit bench` measured, so that neither drifts.
 
-python benchmarks/render_benchmarks.py
+`benchmarks/render.py` runs it.
 
 Reads `bench_refit_*.json`, `bench_kernel_*.json`, `bench_rollout_*.json` and `linear_*.json` in benchmarks/results, each
 written by the command that it names, with `--json` or `--out`. What is not there is left out.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from fp8refit.bench.result import BenchResult
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs"
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+PLACES = {"inside": "in this process", "outside": "in another process", "server": "behind its HTTP server"}
 PRECISIONS = {Precision.BF16: "BF16", Precision.FP8: "FP8 weights", Precision.FP8_KV: "FP8 weights and KV cache"}
 
 MUCH = 1.05
@@ -97,7 +99,7 @@ def render(measured: Measured) -> str:
 HEAD = """# Benchmarks
 
 Models are built from their published configs and filled with random weights that have outlier channels; nothing is downloaded.
-Each table is preceded by the commands that measure its rows again. `python benchmarks/render_benchmarks.py` writes this page
+Each table is preceded by the commands that measure its rows again. `python benchmarks/render.py` writes this page
 from the JSON files in `benchmarks/results`.
 """
 
@@ -319,11 +321,14 @@ def figures(measured: Measured) -> dict[str, tuple[Plot, list[RefitBenchResult]]
 
 def _title(boot: str) -> str:
     engine, *options = boot.split()
-    return NAMES.get(engine, engine) + (", booted to quantize BF16 weights itself" if options else "")
+    said = [NAMES.get(engine, engine)]
+    said += ["booted to quantize BF16 weights itself"] if "--online" in options else []
+    said += [PLACES[options[-1]]] if "--place" in options else []
+    return ", ".join(said)
 
 
 def _slug(boot: str) -> str:
-    return boot.replace(" --", "-")
+    return re.sub(r"\W+", "-", boot.replace("place ", ""))
 
 
 def _versions(results: Iterable[RefitBenchResult | KernelBenchResult | RolloutBenchResult]) -> str:
@@ -369,7 +374,3 @@ def main() -> None:
     (DOCS / "benchmarks.md").write_text(render(measured))
     for name, (plot, results) in figures(measured).items():
         plot(results, DOCS / "figures" / name)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,18 +1,19 @@
 """Writes the figures in README.md and docs/ from benchmarks/results, plots too, and the tables of engines from docs/*.toml.
 
-python benchmarks/render_pages.py
+`benchmarks/render.py` runs it.
 """
 
 import hashlib
 import json
 import re
-import statistics
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from fp8refit.bench import RefitBenchResult
 from fp8refit.bench.code import INSIDE, PARTS, changed_since, commit_of
+from fp8refit.bench.refit import OURS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -36,16 +37,15 @@ BROADCASTS = "broadcast_*_h200.json"
 SERVERS = "servers_*_h200.json"
 ORACLE = "oracle_*.json"
 TRANSFER = RESULTS / "weight_transfer_h200.json"
-DROP_IN = RESULTS / "drop_in_vllm_qwen3-8b_h200.json"
-SPARSE = RESULTS / "streams_vllm_qwen3-30b-a3b_h200.json"
+REFITS = {
+    "vllm": "bench_refit_vllm_inside_qwen3-8b_h200.json",
+    "vllm elsewhere": "bench_refit_vllm_outside_qwen3-8b_h200.json",
+    "experts": "bench_refit_vllm_inside_qwen3-30b-a3b_h200.json",
+    "sglang": "bench_refit_sglang_outside_qwen3-8b_h200.json",
+}
+"""Results of `fp8refit bench refit` that pages beside docs/benchmarks.md show."""
 OLD = "†"
 """Marks rows of earlier code."""
-OUTSIDE_STREAMS = RESULTS / "streams_vllm_qwen3-8b_h200.json"
-VLLMS_RELOAD, RELOAD_WEIGHTS = "vLLM's own reload", "vLLM's reload_weights"
-OUTSIDE = ("another state dict", "CPU tensors")
-"""Ways into another process."""
-STREAMS = "streams_*_h200.json"
-DROP_INS = "drop_in_*_h200.json"
 INTERLEAVED = "interleaved_*.json"
 BUILD_PLACES = {
     "inside": "vLLM in this process",
@@ -84,15 +84,17 @@ def render() -> dict[str, dict[str, str]]:
     transfer = read(TRANSFER)
     kv = [read(RESULTS / name.format(shape=shape)) for shape in KV_SHAPES for name in KV.values()]
     traced, mismatches, step = _read_all(TRACED), _read_all(MISMATCH), read(STEP)
-    experts, streams, drop_ins, oracle = map(_read_all, (EXPERTS, STREAMS, DROP_INS, ORACLE))
+    experts, oracle = map(_read_all, (EXPERTS, ORACLE))
+    refits = read_refits()
     trainers = json.loads(TRAINERS.read_text())["rows"]
     return {
         "README.md": {"highlights": render_highlights(read_highlights(), single, sglang)},
         "docs/measured.md": {
-            "single": render_one(single) + render_ages([single]),
+            "single": render_one(single, refits["vllm"]) + render_ages([single, _as_read(refits, "vllm")]),
             "layouts": render_layouts(layouts) + render_ages(layouts),
-            "sglang": render_sglang(sglang) + render_ages([sglang]),
-            "experts": render_experts(experts) + render_ages(experts),
+            "sglang": render_sglang(sglang, refits["sglang"]) + render_ages([sglang, _as_read(refits, "sglang")]),
+            "experts": render_experts(experts, refits["experts"])
+            + render_ages([*experts, _as_read(refits, "experts")]),
             "traced": render_traced(traced) + render_ages(traced),
         },
         "docs/precision.md": {"precision": render_precision(mismatches, step) + render_ages([*mismatches, step])},
@@ -104,9 +106,13 @@ def render() -> dict[str, dict[str, str]]:
         },
         "docs/weight-transfer.md": {"transfer": render_transfer(transfer) + render_ages([transfer])},
         "docs/broadcast.md": {"broadcasts": render_broadcasts(broadcasts) + render_ages(broadcasts)},
-        "docs/sources.md": {"streams": render_streams(streams) + render_ages(streams)},
+        "docs/sources.md": {
+            "streams": render_ways([refits[name] for name in SOURCES_OF], SOURCES)
+            + render_ages(_as_read(refits, name) for name in SOURCES_OF)
+        },
         "docs/drop-in.md": {
-            "transfers": render_drop_ins(drop_ins) + render_ages(drop_ins),
+            "transfers": render_ways([refits[name] for name in TRANSFERS_OF], TRANSFERS)
+            + render_ages(_as_read(refits, name) for name in TRANSFERS_OF),
             "trainers": render_trainers(trainers),
         },
         **{
@@ -125,46 +131,49 @@ def render() -> dict[str, dict[str, str]]:
     }
 
 
+def read_refits() -> dict[str, RefitBenchResult]:
+    """By the names in `REFITS`."""
+    return {name: RefitBenchResult.model_validate_json((RESULTS / file).read_bytes()) for name, file in REFITS.items()}
+
+
+def _as_read(refits: dict[str, RefitBenchResult], name: str) -> dict[str, Any]:
+    """As `read` gives it."""
+    return refits[name].model_dump(include={"commit", "recorded_in", "code"}) | {"file": REFITS[name]}
+
+
 def read_highlights() -> list[Row]:
     """From the committed results."""
-    broadcasts, servers = _read_all(BROADCASTS), _read_all(SERVERS)
-    others = (read(file) for file in (DROP_IN, SPARSE, OUTSIDE_STREAMS))
-    return highlights(read(RESULT), read(SGLANG), broadcasts, servers, *others)
+    return highlights(read_refits(), _read_all(BROADCASTS), _read_all(SERVERS))
 
 
 def highlights(
-    single: dict[str, Any],
-    sglang: dict[str, Any],
-    broadcasts: list[dict[str, Any]],
-    servers: list[dict[str, Any]],
-    drop_in: dict[str, Any],
-    sparse: dict[str, Any],
-    streams: dict[str, Any],
+    refits: dict[str, RefitBenchResult], broadcasts: list[dict[str, Any]], servers: list[dict[str, Any]]
 ) -> list[Row]:
     """The README's rows: what a refit takes in each setting, and what it is compared with; fast ways, then slow ones."""
-    transfer, updates = drop_in["ways"]["trl"]["median_ms"], sparse["places"]["inside"]["ms"]
-    outside = {name: float(_median_of(streams["places"]["outside"]["ms"], name)) for name in OUTSIDE}
-    again_ms = streams["places"]["outside"]["first_ms"]["tensors at rest"][-1]
-    buckets_ms = float(_median_of(updates, "update in buckets"))
-    vllm, theirs = single["against_reload_weights"], sglang["against_update_weights_from_tensor"]
     sent = next(found for found in broadcasts if "to 1 vLLM engine(s) of 1 rank(s)" in found["what"])
     served = next(found for found in servers if "vllm server" in found["what"])
-    reload_ms = float(_median_of(updates, f"{RELOAD_WEIGHTS} of the same stream"))
     failed = f"{served['keep']['failed_requests']} of {served['keep']['requests']} requests failed"
+    reload = "vLLM's `reload_weights`: {:.0f} ms"
+    vllm, elsewhere, experts, sglang = (_as_read(refits, name) for name in REFITS)
+
+    def ms(name: str, way: str) -> float:
+        return refits[name].other(way).wall_ms.median
+
+    in_buckets_ms, again_ms = ms("experts", "update-2gib"), refits["vllm elsewhere"].wall_ms.median
     return [
         (
             "vLLM in the trainer's process, cache flush excluded",
-            vllm["ours_plan_fill_verify_ms_median"],
-            "vLLM's `reload_weights`: {:.0f} ms",
-            vllm["reload_weights_ms_median"],
-            single,
+            refits["vllm"].plan_fill_verify_ms.median,
+            reload,
+            ms("vllm", "reload_weights"),
+            vllm,
             INSIDE,
         ),
         (
             "SGLang",
-            theirs["ours_wall_ms_median"],
+            refits["sglang"].wall_ms.median,
             "quantize, `update_weights_from_tensor`: {:.0f} ms",
-            theirs["theirs_from_bf16_ms_median"],
+            ms("sglang", "update_weights_from_tensor-512mib"),
             sglang,
             PARTS,
         ),
@@ -179,40 +188,40 @@ def highlights(
         ("vLLM server answering 16 clients", 1e3 * served["keep"]["push_s"], failed, None, served, PARTS),
         (
             "TRL sending one tensor at a time, with the drop-in",
-            transfer["drop-in"],
+            ms("vllm", "drop-in-tensors"),
             "without it: {:.0f} ms",
-            transfer[VLLMS_RELOAD],
-            drop_in,
+            ms("vllm", "load_weights-tensors"),
+            vllm,
             INSIDE,
         ),
         (
             "Qwen3-30B-A3B in buckets, inside the worker",
-            buckets_ms,
-            "vLLM's `reload_weights`: {:.0f} ms",
-            reload_ms,
-            sparse,
+            in_buckets_ms,
+            reload,
+            ms("experts", "reload_weights"),
+            experts,
             INSIDE,
         ),
         (
             "slow: Qwen3-30B-A3B by a generator",
-            float(_median_of(updates, "generator")),
+            ms("experts", "generator"),
             "in buckets: {:.1f} ms",
-            buckets_ms,
-            sparse,
+            in_buckets_ms,
+            experts,
             INSIDE,
         ),
         *(
             (
                 f"slow: {what}, vLLM in another process",
-                outside[name],
+                ms("vllm elsewhere", way),
                 f"{beside}: {{:.1f}} ms",
                 again_ms,
-                streams,
+                elsewhere,
                 PARTS,
             )
-            for name, what, beside in (
-                ("another state dict", "another state dict each time", "the same one again"),
-                ("CPU tensors", "CPU tensors", "the same ones on the GPU again"),
+            for way, what, beside in (
+                ("new-memory", "another state dict each time", "the same one again"),
+                ("cpu", "CPU tensors", "the same ones on the GPU again"),
             )
         ),
     ]
@@ -220,17 +229,18 @@ def highlights(
 
 def render_highlights(rows: list[Row], single: dict[str, Any], sglang: dict[str, Any]) -> str:
     """The README's table."""
-    compared = [single["equal_to_fresh_boot"], sglang["equal_to_fresh_boot"]]
-    equals = "equals" if all(map(is_equal, compared)) else "does NOT equal"
+    compared: list[tuple[dict[str, Any], Iterable[str]]] = [(single, INSIDE), (sglang, PARTS)]
+    equals = "equals" if all(is_equal(found["equal_to_fresh_boot"]) for found, _ in compared) else "does NOT equal"
+    mark = f" {OLD}" if any(changed_since(found, parts) for found, parts in compared) else ""
     table = "".join(
         f"| {what}{f' {OLD}' if changed_since(found, parts) else ''} | **{ms:.1f} ms** | {beside.format(beside_ms)} |\n"
         for what, ms, beside, beside_ms, found, parts in rows
     )
     return (
         f"Qwen3-8B shape, {single['gpu']}, medians. First two rows: the refitted engine {equals} a fresh "
-        f"boot in bytes, tokens and log-probabilities ([builds side by side](docs/speed.md#later-builds)).\n\n"
+        f"boot{mark} in bytes, tokens and log-probabilities ([builds side by side](docs/speed.md#later-builds)).\n\n"
         f"| | refit | compared with |\n| --- | ---: | --- |\n"
-        f"{table}{_footnote([(found, parts) for *_, found, parts in rows])}"
+        f"{table}{_footnote([*compared, *((found, parts) for *_, found, parts in rows)])}"
     )
 
 
@@ -242,38 +252,32 @@ def _footnote(results: list[tuple[dict[str, Any], Iterable[str]]]) -> str:
     return f"\n{OLD} {commits}: before changes of {', '.join(changed)}.\n" if old else ""
 
 
-def render_one(result: dict[str, Any]) -> str:
+def render_one(checked: dict[str, Any], measured: RefitBenchResult) -> str:
     """An engine in the trainer's own process."""
-    versus, fifty, equal = result["against_reload_weights"], result["fifty_refits"], result["equal_to_fresh_boot"]
-    phases = versus["ours_phases_ms_median"]
+    fifty, equal = checked["fifty_refits"], checked["equal_to_fresh_boot"]
+    reload, first = measured.other("reload_weights"), checked["first_refit_cold_kernel_cache"]
     rows = [
         (
             "vLLM's own `reload_weights`, same tensors, same run",
-            f"{versus['reload_weights_ms_median']:.0f} ms, {versus['reload_weights_peak_extra_bytes'] / 2**20:.0f} MiB extra",
+            f"{reload.wall_ms.median:.0f} ms, {reload.peak_extra_bytes / 2**20:.0f} MiB extra",
         ),
         (
             "**`refit`: plan lookup, fill, verify**",
-            f"**{versus['ours_plan_fill_verify_ms_median']:.1f} ms, {versus['times_faster']:.0f} x faster**",
+            f"**{measured.plan_fill_verify_ms.median:.1f} ms, "
+            f"{reload.wall_ms.median / measured.plan_fill_verify_ms.median:.0f} x faster**",
         ),
         (
             "fill, on the device's clock",
-            f"{versus['ours_fill_device_ms_median']:.2f} ms, {versus['fill_over_roofline']:.2f} x the copy roofline "
-            f"({versus['copy_gb_per_s']:.0f} GB/s measured in the same process)",
+            f"{measured.fill_ms.median:.2f} ms, {measured.fill_over_copy:.2f} x the copy roofline "
+            f"({measured.copy_gb_per_s:.0f} GB/s measured in the same process)",
         ),
-        ("prefix-cache flush, not included above", f"{phases['flush']:.2f} ms"),
-        ("host time to the first kernel", f"{versus['ours_first_launch_ms_median']:.2f} ms"),
+        ("prefix-cache flush, not included above", f"{measured.phases_ms['flush'].median:.2f} ms"),
         (
             "first refit, after the loader was traced and with kernels cached",
-            f"{result['first_refit_warm_kernel_cache']['wall_s'] * 1e3:.0f} ms",
+            f"{measured.first_ms:.0f} ms",
         ),
-        (
-            "first refit of all: [trace, proof](#first-refits) and kernels compiled",
-            f"{result['first_refit_cold_kernel_cache']['wall_s'] * 1e3:.0f} ms",
-        ),
-        (
-            "extra GPU memory, most of it for the proof",
-            f"{result['first_refit_cold_kernel_cache']['peak_extra_bytes'] / 2**20:.0f} MiB",
-        ),
+        ("first refit of all: [trace, proof](#first-refits) and kernels compiled", f"{first['wall_s'] * 1e3:.0f} ms"),
+        ("extra GPU memory, most of it for the proof", f"{first['peak_extra_bytes'] / 2**20:.0f} MiB"),
         ("extra GPU memory of later refits", f"{fifty['max_peak_extra_bytes'] / 2**20:.1f} MiB"),
         (
             "50 refits to 50 policies, generating between them",
@@ -285,17 +289,14 @@ def render_one(result: dict[str, Any]) -> str:
             f"{equal['live_tensors_compared']} live tensors, greedy tokens and log-probabilities "
             + ("all equal, CUDA graphs replaying" if is_equal(equal) else "NOT equal"),
         ),
-        *(
-            (f"from {label}", f"{result['streams'][kind]['s']:.2f} s, two buckets")
-            for kind, label in (("cpu", "CPU tensors"), ("safetensors", "safetensors files"))
-        ),
     ]
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in measured.versions.items())
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     return (
-        f"Qwen3-8B shape with outlier channels, {result['num_tensors']} BF16 tensors on the GPU, one {result['gpu']}; "
-        f"{versions}; DeepGEMM kernels, CUDA graphs on. Medians.\n\n| | |\n| --- | --- |\n{table}\n\n"
-        f"Source: {_link(RESULT.name)}. To measure again: `python -m pytest tests/gpu/test_vllm.py`.\n"
+        f"Qwen3-8B shape with outlier channels, {measured.num_tensors} BF16 tensors on the GPU, one {measured.gpu}; "
+        f"{versions}; DeepGEMM kernels. Medians.\n\n| | |\n| --- | --- |\n{table}\n\n"
+        f"Times: {_link(REFITS['vllm'])}. Checks, with CUDA graphs on: {_link(RESULT.name)}, by "
+        "`python -m pytest tests/gpu/test_vllm.py`.\n"
     )
 
 
@@ -347,42 +348,18 @@ def _of_layout(results: list[dict[str, Any]], kind: str) -> dict[str, Any]:
     return {tp: found for result in results for tp, found in result[kind].items()}
 
 
-def render_sglang(result: dict[str, Any]) -> str:
+def render_sglang(checked: dict[str, Any], measured: RefitBenchResult) -> str:
     """SGLang, and its own way to take weights."""
-    fifty, versus = result["fifty_refits"], result["against_update_weights_from_tensor"]
-    equal = "equal" if is_equal(result["equal_to_fresh_boot"]) else "NOT equal"
-    theirs = {row["buckets"]: row for row in versus["theirs"] if row["flush"]}
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    rows = [
-        (
-            "SGLang: quantize, then `update_weights_from_tensor` in 512 MiB buckets",
-            versus["theirs_from_bf16_ms_median"],
-            theirs["512 MiB"]["extra_bytes"],
-        ),
-        *(
-            (f"SGLang, FP8 already: {label}", theirs[buckets]["ms_median"], theirs[buckets]["extra_bytes"])
-            for buckets, label in (
-                ("512 MiB", "512 MiB buckets"),
-                ("2 GiB", "2 GiB buckets"),
-                ("one", "one bucket for all"),
-            )
-        ),
-        ("**`refit` from BF16**", versus["ours_wall_ms_median"], versus["ours_extra_bytes"]),
-    ]
-    ours_ms = versus["ours_wall_ms_median"]
-    table = "\n".join(
-        f"| {name} | {ms:.1f} ms | {num_bytes / 2**20:.0f} MiB | {'' if ms == ours_ms else f'{ms / ours_ms:.1f} x'} |"
-        for name, ms, num_bytes in rows
-    )
+    fifty = checked["fifty_refits"]
+    equal = "equal" if is_equal(checked["equal_to_fresh_boot"]) else "NOT equal"
+    versions = ", ".join(f"{name} {version}" for name, version in checked["versions"].items())
     return (
-        f"Same model, SGLang's scheduler in another process ({versions}; {result['attention_backend']}, CUDA graphs). Live "
+        f"Same model, SGLang's scheduler in another process ({versions}; {checked['attention_backend']}, CUDA graphs). Live "
         f"bytes, greedy tokens and log-probabilities compared with a fresh boot: {equal}. 50 refits with generations between "
-        f"them take {fifty['wall_ms_median']:.1f} ms each, of which the fill takes {fifty['fill_device_ms_median']:.2f} ms "
-        f"({fifty['fill_over_roofline']:.2f} x copy); memory grew by {max(fifty['max_grown_bytes'], 0)} bytes.\n\n"
-        "The table interleaves refits with SGLang's own update in one run, both with the cache flush. "
-        f"{versus['ours_fill_device_ms_median']:.1f} ms of `refit` is the fill, which cannot be faster than a copy.\n\n"
-        "| | whole call | extra GPU memory | times `refit` |\n| --- | --- | --- | --- |\n"
-        f"{table}\n\nSource: {_link(SGLANG.name)}. To measure again: `python -m pytest tests/gpu/test_sglang.py`.\n"
+        f"them: memory grew by {max(fifty['max_grown_bytes'], 0)} bytes.\n\n"
+        f"{render_ways([measured], SGLANGS)}\n"
+        f"{measured.fill_ms.median:.1f} ms of `refit` is the fill, which cannot be faster than a copy. "
+        f"Checks: {_link(SGLANG.name)}, by `python -m pytest tests/gpu/test_sglang.py`.\n"
     )
 
 
@@ -604,10 +581,9 @@ def _cell(test: str | dict[str, str] | None) -> str:
     return f"[{said}](../{shown.split('::')[0]})"
 
 
-def render_experts(results: list[dict[str, Any]]) -> str:
+def render_experts(results: list[dict[str, Any]], large: RefitBenchResult) -> str:
     """Experts and latent attention on GPUs, engine by engine, and how fast those of a large model are filled."""
     compared = [result for result in results if "equal_to_fresh_boot" in result]
-    (large,) = (result for result in results if "single" in result)
     rows = []
     for result in compared:
         found = result["equal_to_fresh_boot"].values()
@@ -615,16 +591,16 @@ def render_experts(results: list[dict[str, Any]]) -> str:
         kernels = ", ".join(f"{kernel} {scale_format}" for kernel, scale_format in result["kernels"])
         said = "equal" if all(is_equal(each) for each in found) else "NOT equal"
         rows.append(f"| {name_of(result['what'])} | {kernels} | {'replayed' if replays else 'none'} | {said} |")
-    single, stacked = large["single"], large["stacked"]
+    stacked, reload = large.other("stacked"), large.other("reload_weights")
     return (
         "On H200s. Live bytes of every rank, greedy tokens and log-probabilities are compared with a fresh boot three times: "
         "with experts sent one by one, with experts stacked, and after the engine's own reload.\n\n"
         "| | kernels | CUDA graphs | compared with a fresh boot |\n| --- | --- | --- | --- |\n"
         + "\n".join(rows)
         + "\n\nQwen3-30B-A3B shape in vLLM, BF16 weights on the same GPU: "
-        f"{single['wall_ms_median']:.1f} ms for {single['num_tensors']} tensors, or {stacked['wall_ms_median']:.1f} ms for "
-        f"{stacked['num_tensors']} with stacked experts. vLLM's `reload_weights` of the same tensors in the same run takes "
-        f"{large['reload_weights_ms_median'] / 1e3:.1f} s, {single['times_faster']:.0f} x as long. More is in "
+        f"{large.wall_ms.median:.1f} ms for {large.num_tensors} tensors, or {stacked.wall_ms.median:.1f} ms with stacked "
+        f"experts. vLLM's `reload_weights` of the same tensors in the same run takes {reload.wall_ms.median / 1e3:.1f} s, "
+        f"{reload.wall_ms.median / large.wall_ms.median:.0f} x as long. More is in "
         "[benchmarks](benchmarks.md).\n\nTo measure again: `python -m pytest tests/gpu/test_experts.py`.\n"
     )
 
@@ -710,72 +686,73 @@ def _k3(kinds: dict[str, dict[str, float]], name: str) -> str:
     return f"{kinds[name]['k3']:.4f}" if name in kinds else ""
 
 
-PLACES = {"inside": "engine in this process", "outside": "engine in another process, buckets of {} MiB"}
+SOURCES_OF = ("vllm", "vllm elsewhere", "experts")
+SOURCES = (
+    OURS,
+    "stacked",
+    "new-memory",
+    "generator",
+    "function",
+    "lora",
+    "lora-fp32",
+    "cpu",
+    "pinned",
+    "changes-counted",
+    "verify",
+    "update-512mib",
+    "update-2gib",
+    "update-tensors",
+    "update-generator",
+    "reload_weights",
+)
+TRANSFERS_OF = ("vllm", "vllm elsewhere")
+TRANSFERS = (
+    "drop-in-tensors",
+    "load_weights-tensors",
+    "drop-in-512mib",
+    "load_weights-512mib",
+    "transfer-512mib",
+)
+SGLANGS = (OURS, "update_weights_from_tensor-512mib", "update_weights_from_tensor-2gib")
+"""Ways that pages show, in their order."""
+PLACES = {"inside": "in this process", "outside": "in another process"}
 
 
-def render_streams(results: list[dict[str, Any]]) -> str:
-    """Ways of sending a policy, by shape and by where the engine is."""
-    columns = [
-        (found["shape"], PLACES[place].format(_bucket_mib(found["command"], 256)), found["places"][place])
+def render_ways(results: list[RefitBenchResult], ways: Iterable[str]) -> str:
+    """Ways to give an engine a policy, by engine, shape and place: ms, and extra memory of the engine's own."""
+    heads = [
+        f"{engine_name(found.config.engine)} {PLACES[str(found.config.place)]}, {found.config.model}"
         for found in results
-        for place in found["places"]
     ]
-    columns.sort(key=lambda column: (column[0] != "qwen3-8b", "another" in column[1], len(column[1]), column[1]))
-    names = {re.sub(r" of \d+ MiB$", "", name): None for _, _, found in columns for name in found["ms"]}
     rows = []
-    for name in names:
-        cells = [_median_of(found["ms"], name) for _, _, found in columns]
-        rows.append(f"| {name} | {' | '.join(cells)} |\n")
-    heads = [f"{shape}, {place}" for shape, place, _ in columns]
+    for way in ways:
+        summaries = [other.summary for found in results for other in found.others if other.name == way]
+        cells = [_way_cell(found, way) for found in results]
+        what = "**`refit` of tensors at rest**" if way == OURS else summaries[0]
+        rows.append(f"| {what} | {' | '.join(cells)} |\n")
     sizes = {
-        shape: f"{shape} is {found['checks']['tensors']} tensors of {found['checks']['bytes'] / 1e9:.1f} GB"
-        for shape, _, found in columns
+        found.config.model: f"{found.config.model} is {found.num_tensors} tensors of {found.bytes_read / 1e9:.1f} GB"
+        for found in results
     }
-    machine = columns[0][2]
-    notes = "".join(f" {found['shape']}: {found['note']}" for found in results if "note" in found)
+    commands = "\n".join(found.command for found in results)
+    versions = {f"{engine_name(found.config.engine)} {found.versions[found.config.engine]}" for found in results}
     return (
-        f"One {machine['gpu']}, vLLM {machine['vllm']}, torch {machine['torch']}; BF16 tensors on the engine's GPU; "
-        f"{'; '.join(sizes.values())}. Medians of whole calls in ms. "
-        f"An update's buckets hold 512 MiB, or 2 GiB of the larger shape.{notes}\n\n"
+        f"One {results[0].gpu}, {', '.join(sorted(versions))}, torch {results[0].versions['torch']}; BF16 tensors on the "
+        f"engine's GPU unless the row says otherwise; {'; '.join(sizes.values())}. Medians of whole calls in ms. After each, "
+        f"the engine's bytes are those of a refit, unless the row names another policy, or marks its own with *.\n\n"
         f"| | {' | '.join(heads)} |\n| --- |{' ---: |' * len(heads)}\n{''.join(rows)}\n"
-        "After every row but the merged LoRA and vLLM's own reload, bytes and greedy tokens equal those of a refit. "
-        "To measure again: `python tests/gpu/run_streams.py --out FILE`.\n"
+        f"To measure again:\n\n```bash\n{commands}\n```\n"
     )
 
 
-def _bucket_mib(command: str, default: int) -> int:
-    found = re.search(r"--bucket-mib (\d+)", command)
-    return int(found[1]) if found else default
-
-
-def _median_of(milliseconds: dict[str, list[float]], name: str) -> str:
-    for full_name, values in milliseconds.items():
-        if values and re.sub(r" of \d+ MiB$", "", full_name) == name:
-            return f"{statistics.median(values):.1f}"
-    return ""
-
-
-def render_drop_ins(results: list[dict[str, Any]]) -> str:
-    """The drop-in and vLLM's own reload of the same stream."""
-    ways = {"trl": "TRL's: one tensor a call, engine in this process", "verl": "verl's: {} MiB buckets by CUDA IPC"}
-    results = sorted(results, key=lambda found: (_bucket_mib(found["command"], 512), found.get("has_mps", False)))
-    rows, machine = [], results[0]["ways"]["trl"]
-    for found in results:
-        for way, result in found["ways"].items():
-            ours, own = result["median_ms"]["drop-in"], result["median_ms"]["vLLM's own reload"]
-            alone = result["median_ms"].get("the transfer alone")
-            bucket = ways[way].format(_bucket_mib(found["command"], 512)) + ", under MPS" * found.get("has_mps", False)
-            transfer = bucket + (f" ({alone:.1f} ms by itself)" if alone is not None else "")
-            extra = result["checks"]["vLLM's own reload: peak extra MiB"]
-            rows.append(f"| {transfer} | {ours:.1f} ms | {own:.1f} ms, {extra} MiB extra | {own / ours:.1f} x |\n")
-    return (
-        f"One {machine['gpu']}, vLLM {machine['vllm']}, torch {machine['torch']}; {results[0]['shape']} shape, "
-        f"{machine['checks']['tensors']} tensors of {machine['checks']['bytes'] / 1e9:.1f} GB. Medians of whole transfers, "
-        "the trainer's side included.\n\n"
-        "| transfer | drop-in | vLLM's own reload of the same stream | |\n| --- | ---: | ---: | ---: |\n"
-        f"{''.join(rows)}\n"
-        "Bytes and greedy tokens equal those of a refit. To measure again: `python tests/gpu/run_drop_in.py --out FILE`.\n"
-    )
+def _way_cell(found: RefitBenchResult, way: str) -> str:
+    if way == OURS:
+        return f"**{found.wall_ms.median:.1f}**"
+    other = next((other for other in found.others if other.name == way), None)
+    if other is None:
+        return ""
+    is_own = not other.equals_ours and "another policy" not in other.summary and "nothing" not in other.summary
+    return f"{other.wall_ms.median:.1f}{'*' if is_own else ''}"
 
 
 def render_interleaved(results: list[dict[str, Any]]) -> str:
@@ -915,9 +892,8 @@ Bar = tuple[str, float, bool]
 
 def figures() -> dict[str, tuple[str, list[Bar]]]:
     """What is drawn into docs/figures: a title and bars, by the picture's name."""
-    single, sglang = read(RESULT), read(SGLANG)["against_update_weights_from_tensor"]
+    refits = read_refits()
     layouts = [read(RESULTS / name) for name in LAYOUTS]
-    versus = single["against_reload_weights"]
     pairs = [row for row in read_highlights() if row[3] is not None and not row[0].startswith("slow")]
     beside = [
         bar
@@ -925,21 +901,18 @@ def figures() -> dict[str, tuple[str, list[Bar]]]:
         for bar in ((what, ms, True), (said.partition(": ")[0].replace("`", ""), float(beside_ms or 0), False))
     ]
     ways = [
-        ("vLLM, refit", versus["ours_plan_fill_verify_ms_median"], True),
-        ("vLLM, reload_weights", versus["reload_weights_ms_median"], False),
-        ("SGLang, refit", sglang["ours_wall_ms_median"], True),
-        ("SGLang, quantize and update_weights_from_tensor", sglang["theirs_from_bf16_ms_median"], False),
-        *(
-            (f"SGLang, FP8 already, buckets: {row['buckets']}", row["ms_median"], False)
-            for row in sglang["theirs"]
-            if row["flush"]
-        ),
+        (f"{engine_name(name)}, {way}", ms, way == "refit")
+        for name in ("vllm", "sglang")
+        for way, ms in (
+            ("refit", refits[name].wall_ms.median),
+            *((other.name, other.wall_ms.median) for other in refits[name].others if "weights" in other.name),
+        )
     ]
-    refits = [
+    ranks = [
         (f"tensor parallel {tp}", found["fifty_refits"]["wall_ms_median"], True)
         for tp, found in _of_layout(layouts, "tensor_parallel").items()
     ]
-    refits += [
+    ranks += [
         (f"tensor parallel {tp}, weights on every GPU", max(rank["wall_ms_median"] for rank in ranks), True)
         for tp, ranks in _of_layout(layouts, "external_launcher").items()
     ]
@@ -951,16 +924,16 @@ def figures() -> dict[str, tuple[str, list[Bar]]]:
         )
         for found in _read_all(TRACED)
     ]
-    (large,) = (found for found in _read_all(EXPERTS) if "single" in found)
+    large = refits["experts"]
     many = [
-        ("refit, experts one by one", large["single"]["wall_ms_median"], True),
-        ("refit, experts stacked", large["stacked"]["wall_ms_median"], True),
-        ("vLLM's reload_weights", large["reload_weights_ms_median"], False),
+        ("refit, experts one by one", large.wall_ms.median, True),
+        ("refit, experts stacked", large.other("stacked").wall_ms.median, True),
+        ("vLLM's reload_weights", large.other("reload_weights").wall_ms.median, False),
     ]
     return {
         "highlights.png": ("Until an engine serves new weights", beside),
         "measured_ways.png": ("Qwen3-8B shape, one H200", ways),
-        "measured_layouts.png": ("Refits of vLLM in other processes, Qwen3-8B shape, H200s", refits),
+        "measured_layouts.png": ("Refits of vLLM in other processes, Qwen3-8B shape, H200s", ranks),
         "measured_first.png": ("First refits", first),
         "measured_experts.png": ("vLLM, Qwen3-30B-A3B shape, one H200", many),
     }
@@ -1070,7 +1043,8 @@ def splice(page: str, sections: dict[str, str]) -> str:
     return page
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write the sections and plots."""
     for name, sections in render().items():
         (ROOT / name).write_text(splice((ROOT / name).read_text(), sections))
     for name, (title, bars) in figures().items():

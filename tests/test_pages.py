@@ -4,7 +4,6 @@ import ast
 import importlib.util
 import json
 import re
-import statistics
 import tomllib
 from pathlib import Path
 
@@ -30,7 +29,7 @@ def test_figures_and_engines_are_those_of_the_committed_files(page):
     sections = RENDERER.render()[page]
     text = (ROOT / page).read_text()
     assert all(section.strip() for section in sections.values())
-    assert RENDERER.splice(text, sections) == text, "run: python benchmarks/render_pages.py"
+    assert RENDERER.splice(text, sections) == text, "run: python benchmarks/render.py"
 
 
 def test_no_page_has_a_section_that_nobody_renders():
@@ -53,7 +52,7 @@ def test_plots_are_of_the_committed_results_and_on_a_page():
     pages = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
     for name, (title, bars) in RENDERER.figures().items():
         drawn = (ROOT / "docs" / "figures" / name).read_bytes()
-        assert RENDERER.digest_of(title, bars).encode() in drawn, "run: python benchmarks/render_pages.py"
+        assert RENDERER.digest_of(title, bars).encode() in drawn, "run: python benchmarks/render.py"
         assert f"figures/{name})" in pages
 
 
@@ -73,12 +72,11 @@ def highlights(**changed):
         "sglang": read("sglang_qwen3-8b_h200.json"),
         "broadcasts": [read("broadcast_tp2_h200.json"), read("broadcast_tp1_h200.json")],
         "servers": [read("servers_sglang_h200.json"), read("servers_vllm_h200.json")],
-        "drop_in": read("drop_in_vllm_qwen3-8b_h200.json"),
-        "sparse": read("streams_vllm_qwen3-30b-a3b_h200.json"),
-        "streams": read("streams_vllm_qwen3-8b_h200.json"),
+        "refits": RENDERER.read_refits(),
     }
     given |= changed
-    return RENDERER.render_highlights(RENDERER.highlights(**given), given["single"], given["sglang"])
+    checked = given.pop("single"), given.pop("sglang")
+    return RENDERER.render_highlights(RENDERER.highlights(**given), *checked)
 
 
 def test_each_row_of_the_readmes_table_is_from_its_own_result():
@@ -87,17 +85,28 @@ def test_each_row_of_the_readmes_table_is_from_its_own_result():
     served = read("servers_vllm_h200.json")["keep"]
     rows = [line for line in said.splitlines() if line.startswith("| ")][2:]
     figures = [row.split("**")[1] for row in rows]
-    single = read("vllm_qwen3-8b_h200.json")["against_reload_weights"]
-    sglang = read("sglang_qwen3-8b_h200.json")["against_update_weights_from_tensor"]
-    measured = [single["ours_plan_fill_verify_ms_median"]]
-    measured += [sglang["ours_wall_ms_median"], 1e3 * seconds["fp8"], 1e3 * served["push_s"]]
-    measured.append(read("drop_in_vllm_qwen3-8b_h200.json")["ways"]["trl"]["median_ms"]["drop-in"])
-    updates = read("streams_vllm_qwen3-30b-a3b_h200.json")["places"]["inside"]["ms"]
-    measured += [statistics.median(updates[way]) for way in ("update in buckets of 2048 MiB", "generator")]
-    outside = read("streams_vllm_qwen3-8b_h200.json")["places"]["outside"]["ms"]
-    measured += [statistics.median(outside[way]) for way in ("another state dict", "CPU tensors")]
+    vllm, elsewhere, experts, sglang = (
+        read(f"bench_refit_{name}_h200.json")
+        for name in (
+            "vllm_inside_qwen3-8b",
+            "vllm_outside_qwen3-8b",
+            "vllm_inside_qwen3-30b-a3b",
+            "sglang_outside_qwen3-8b",
+        )
+    )
+    measured = [vllm["plan_fill_verify_ms"]["median"], sglang["wall_ms"]["median"]]
+    measured += [1e3 * seconds["fp8"], 1e3 * served["push_s"], median_of(vllm, "drop-in-tensors")]
+    measured += [median_of(experts, way) for way in ("update-2gib", "generator")]
+    measured += [median_of(elsewhere, way) for way in ("new-memory", "cpu")]
     assert figures == [f"{ms:.1f} ms" for ms in measured]
+    beside = [median_of(vllm, "reload_weights"), median_of(sglang, "update_weights_from_tensor-512mib")]
+    assert all(f": {ms:.0f} ms |" in row for row, ms in zip(rows, beside, strict=False))
     assert f"{served['failed_requests']} of {served['requests']} requests failed" in rows[3]
+
+
+def median_of(result, way):
+    (found,) = (other["wall_ms"]["median"] for other in result["others"] if other["name"] == way)
+    return found
 
 
 def rows_with_marks(said):
@@ -113,16 +122,14 @@ def test_rows_of_the_readme_are_of_todays_code():
 def of_code(parts):
     """What the README's rows are rendered from, as if it had been measured with these packages."""
     now = {"commit": "abc1234", "recorded_in": None, "code": parts}
-    single = {
-        "single": "vllm_qwen3-8b",
-        "sglang": "sglang_qwen3-8b",
-        "drop_in": "drop_in_vllm_qwen3-8b",
-        "sparse": "streams_vllm_qwen3-30b-a3b",
-        "streams": "streams_vllm_qwen3-8b",
-    }
-    listed = {"broadcasts": "broadcast_tp1", "servers": "servers_vllm"}
-    found = {kind: read(f"{name}_h200.json") | now for kind, name in (single | listed).items()}
-    return found | {kind: [found[kind]] for kind in listed}
+    listed = {"broadcasts": ["broadcast_tp1"], "servers": ["servers_vllm"]}
+    found = {kind: [read(f"{name}_h200.json") | now for name in names] for kind, names in listed.items()}
+    found |= {kind: read(f"{kind_of}_qwen3-8b_h200.json") | now for kind, kind_of in CHECKED.items()}
+    refits = {name: result.model_copy(update=now) for name, result in RENDERER.read_refits().items()}
+    return found | {"refits": refits}
+
+
+CHECKED = {"single": "vllm", "sglang": "sglang"}
 
 
 def test_a_row_is_marked_if_what_it_runs_through_has_changed_and_by_nothing_else():
@@ -139,6 +146,14 @@ def test_a_row_is_marked_if_what_it_runs_through_has_changed_and_by_nothing_else
     assert "\n† abc1234: before changes of remote." in said
     said = highlights(**of_code(now | {"fill": "0" * 12}))
     assert len(rows_with_marks(said)) == len([line for line in said.splitlines() if line.startswith("| ")][2:])
+
+
+def test_it_is_said_that_a_comparison_with_a_fresh_boot_was_made_before_a_change():
+    old = of_code(code.hash_parts(code.PARTS))
+    old["single"] |= {"code": old["single"]["code"] | {"fill": "0" * 12}}
+    said = highlights(**old)
+    assert rows_with_marks(said) == set()
+    assert "equals a fresh boot † in bytes" in " ".join(said.split()) and "before changes of fill" in said
 
 
 def test_a_table_without_old_rows_has_no_footnote():

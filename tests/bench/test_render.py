@@ -32,7 +32,7 @@ renderer = load_renderer()
 
 def test_the_committed_page_and_pictures_are_of_the_committed_results():
     measured = renderer.read(renderer.RESULTS)
-    command = "run: python benchmarks/render_benchmarks.py"
+    command = "run: python benchmarks/render.py"
     is_empty = not (measured.refits or measured.kernels or measured.rollouts)
     assert is_empty or (renderer.DOCS / "benchmarks.md").read_text() == renderer.render(measured), command
     for name, (_, results) in renderer.figures(measured).items():

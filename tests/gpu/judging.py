@@ -17,10 +17,6 @@ def over_roofline(rows: Sequence[Mapping], copy_gb_per_s: float) -> float:
     return median(rows, "fill_device_s") * copy_gb_per_s * 1e9 / rows[0]["num_bytes"]
 
 
-def plan_fill_verify_s(rows: Sequence[Mapping]) -> float:
-    return statistics.median(sum(row["phases_s"][phase] for phase in ("plan", "fill", "verify")) for row in rows)
-
-
 def comparison(refitted: Mapping, fresh: Mapping) -> dict:
     """Of what a refitted engine holds and says with what a freshly booted one does."""
     ours, theirs = refitted["generated"], fresh["generated"]

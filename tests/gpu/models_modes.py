@@ -2,7 +2,6 @@
 
     refit    a noise engine, refitted to policy 1 from stacked experts and from single ones, and after its own reload
     fresh    boots from the FP8 checkpoint that `refit` or `traced` wrote
-    speed    vLLM: refits from single and stacked experts beside its own reload
     traced   a noise engine's first refit, and what looking at its loader costs; writes a checkpoint by the specification
     held     prints what an engine's model holds beside its parameters
 
@@ -16,9 +15,8 @@ from typing import Any
 
 import model_costs
 import policies
-import torch
-from checkpoints import count_wrong, fp8_folder, kernels_of, write_checkpoints, write_layout, write_specified
-from harness import FLAG, WHOLE, log, measure_copy_gb_per_s, timed, timed_refit
+from checkpoints import fp8_folder, kernels_of, write_checkpoints, write_layout, write_specified
+from harness import FLAG, WHOLE, log, timed_refit
 from live_engines import HAS_GPU, Engine, Sglang, Vllm
 
 from fp8refit import Refitter
@@ -84,36 +82,6 @@ def run_fresh(args) -> dict:
     return {"fresh": found}
 
 
-def run_speed(args) -> dict:
-    """Interleaved on one engine and the same CUDA tensors."""
-    policies.write_config(args.shape, args.work / "dummy")
-    options = {"load_format": "dummy", "quantization": "fp8_per_block", "gpu_memory_utilization": 0.32}
-    llm = boot(args, args.work / "dummy", **options).candidate
-    stacked = policies.fill_policy(policies.allocate(args.shape), 1)
-    single = policies.expert_by_expert(stacked)
-    sources = {"single": single, "stacked": stacked}
-    refitter = Refitter(llm)
-    result: dict = {"first_refit": timed_refit(refitter, single), "rounds": []}
-    result["first_stacked_refit"] = timed_refit(refitter, stacked)
-    log("refitted")
-    for round_ in range(NUM_ROUNDS):
-        policies.fill_policy(stacked, 2 + round_ % 2)
-        found: dict = {}
-        for kind, source in sources.items():
-            refitter.refit(source)  # another layout of the same source compiles its plan anew
-            found[kind] = timed_refit(refitter, dict(source))
-            found[kind]["wrong_slots"] = count_wrong(refitter, single) if round_ in (0, NUM_ROUNDS - 1) else None
-        found["copy_gb_per_s"] = measure_copy_gb_per_s()
-        torch.cuda.empty_cache()
-        arguments = {"weights_iterator": iter(single.items())}
-        reload = timed(lambda: llm.collective_rpc("reload_weights", kwargs=arguments))  # noqa: B023 - called at once
-        found["reload_s"], found["reload_peak_extra_bytes"], _ = reload
-        refitter.refit(single)  # what the reload replaced is read again here
-        log(f"round {round_}: {found}")
-        result["rounds"].append(found)
-    return result
-
-
 def run_traced(args) -> dict:
     """From noise through policy 2 to policy 1, tensor by tensor as a checkpoint holds them; then from stacked experts."""
     engine = boot_noise(args)
@@ -172,4 +140,4 @@ OPTIONS = {
     "wait": FLAG,
     "no-proof": FLAG,
 }
-MODES = {"refit": run_refit, "fresh": run_fresh, "speed": run_speed, "traced": run_traced, "held": run_held}
+MODES = {"refit": run_refit, "fresh": run_fresh, "traced": run_traced, "held": run_held}

@@ -5,7 +5,6 @@
     fresh         boots from the checkpoint
     sleep         refits between sleep and wake-up
     families      small engines of other dense families, each refitted, and booted afresh
-    baseline      `fp8refit bench refit`: vLLM's own reload of BF16 weights beside refits
     external      vLLM: one rank of an external launcher (RANK in the environment)
     served        vLLM: `AsyncLLM` under load, requests kept
 
@@ -28,12 +27,10 @@ from checkpoints import count_wrong, fp8_folder, kernels_of, slots_of, write_che
 from harness import FLAG, WHOLE, free_bytes, log, measure_copy_gb_per_s, save, timed, timed_refit
 from live_engines import HAS_GPU, PROMPTS, SMALL, Engine, Sglang, Vllm, as_prompts, greedy, vllm_settings
 from safetensors.torch import load_file
-from sglang_peer import time_peer
 from tiny_models import make_model, save_model
 from torch import Tensor
 
 from fp8refit import EngineAsleepError, EngineBusyError, EngineDirtyError, NonFiniteError, Refitter
-from fp8refit.bench import RefitBenchConfig, run_refit_bench
 from fp8refit.checkpoint import quantize_checkpoint
 
 NUM_WARM_UP = 6
@@ -133,8 +130,6 @@ def run_refit(args) -> dict:
     save(args, result)
     if isinstance(engine, Sglang):
         result["attention_backend"] = engine.candidate.server_args.attention_backend
-        result["peer"] = time_peer(engine, refitter, policy, layout, checksums, args.rounds)
-        save(args, result)
     log("bad input")
     result["bad_input"] = try_bad_input(engine, refitter, policy, checksums[1])
     if isinstance(engine, Vllm):
@@ -356,14 +351,6 @@ def hash_scales(checkpoint: Path, live: Iterable[str]) -> dict[str, str]:
     return live_model.hash_bytes(scales)
 
 
-def run_baseline(args) -> dict:
-    """vLLM quantizes BF16 weights itself, as its own reload then does: interleaved on one engine and the same tensors."""
-    config = RefitBenchConfig(
-        engine="vllm", model=args.shape, online=True, rounds=12, warm_up=0, strategies=("reload_weights",)
-    )
-    return run_refit_bench(config, on_progress=lambda what, *_: log(what)).model_dump(mode="json")
-
-
 def run_external(args) -> dict:
     args.inside = True
     options = {"distributed_executor_backend": "external_launcher", "seed": 0, "is_compiled": False}
@@ -447,7 +434,6 @@ OPTIONS = {
     "online": {"choices": ["fp8_per_block", "fp8_per_channel", "fp8_per_tensor"]},
     "tp": WHOLE,
     "refits": WHOLE | {"default": 50},
-    "rounds": WHOLE | {"default": 7},
 }
 MODES = {
     "refit": run_refit,
@@ -455,7 +441,6 @@ MODES = {
     "fresh": run_fresh,
     "sleep": run_sleep,
     "families": run_families,
-    "baseline": run_baseline,
     "external": run_external,
     "served": run_served,
 }

@@ -28,7 +28,7 @@ VLLM = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
-"""What vLLM needs here, of which `side_by_side.py` has one in several ways."""
+"""What vLLM needs here."""
 ENVIRONMENT = VLLM | {
     "NCCL_NVLS_ENABLE": "0",
     "SGLANG_ENABLE_JIT_DEEPGEMM": "0",

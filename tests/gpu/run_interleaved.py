@@ -28,7 +28,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import side_by_side
+from run import VLLM
 from scripts import wait_for_turn
 
 HERE = Path(__file__).parent
@@ -113,13 +113,12 @@ def start(name: str, wheel: Path, folder: Path, options: argparse.Namespace) -> 
     with zipfile.ZipFile(wheel) as packed:
         packed.extractall(site)
     path = [str(site), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = side_by_side.environment(
-        {
-            "PYTHONPATH": os.pathsep.join(path),
-            "VLLM_PLUGINS": os.environ.get("VLLM_PLUGINS", "fp8refit"),  # or a server adds no routes
-            "NCCL_NVLS_ENABLE": "0",
-        }
-    )
+    environment = os.environ | VLLM
+    environment |= {
+        "PYTHONPATH": os.pathsep.join(path),
+        "VLLM_PLUGINS": os.environ.get("VLLM_PLUGINS", "fp8refit"),  # or a server adds no routes
+        "NCCL_NVLS_ENABLE": "0",
+    }
     with open(options.out.with_suffix(f".{name}.log"), "w") as log:
         return subprocess.Popen(
             [sys.executable, __file__, "--child", *sys.argv[1:]],

@@ -1,4 +1,4 @@
-"""Real vLLM on a GPU: bytes, tokens, log-probabilities, speed and memory of a refit. Writes a result for the documentation.
+"""Real vLLM on a GPU: bytes, tokens, log-probabilities and memory of a refit. Writes a result for the documentation.
 
     python -m pytest tests/gpu                          # the Qwen3-8B shape; FP8REFIT_GPU_SHAPE=qwen3-0.6b for a quick look
 
@@ -50,12 +50,7 @@ def fresh(refitted):
 
 
 @pytest.fixture(scope="module")
-def baseline(fresh):
-    return run("baseline")
-
-
-@pytest.fixture(scope="module")
-def families(baseline):
+def families(fresh):
     return run("families", "families", ())["families"]
 
 
@@ -114,27 +109,19 @@ def test_streams_give_the_same_bytes_in_two_buckets(refitted):
         assert stream["peak_extra_bytes"] <= 2 * 256 * MIB + 64 * MIB, kind
 
 
-def test_fill_runs_at_copy_speed(refitted, baseline):
+def test_fill_runs_at_copy_speed(refitted):
     assert over_roofline(refitted["steps"], refitted["copy_gb_per_s"][0]) <= 1.10
-    assert baseline["fill_over_copy"] <= 1.10
 
 
-def test_an_order_of_magnitude_faster_than_the_engines_own_reload(baseline):
-    (reload,) = baseline["others"]
-    assert baseline["is_repeatable"] and reload["is_repeatable"]
-    assert reload["wall_ms"]["median"] / baseline["plan_fill_verify_ms"]["median"] >= 10
-
-
-def test_first_refit_and_host_time(refitted, baseline):
-    """The first refit traces the loader and proves the trace. Before its first launch, every refit looks for copies of weights
-    among all that the engine holds: 36 000 references here, most of them not in the processor's caches.
+def test_host_time(refitted):
+    """Before its first launch, every refit looks for copies of weights among all that the engine holds: 36 000 references here,
+    most of them not in the processor's caches.
     """
-    assert baseline["first_ms"] <= 2500
     assert median(refitted["steps"], "first_launch_s") <= 15e-3
 
 
-def test_write_the_result(refitted, fresh, baseline):
-    steps, (copy_gb_per_s,), (reload,) = refitted["steps"], refitted["copy_gb_per_s"], baseline["others"]
+def test_write_the_result(refitted, fresh):
+    steps = refitted["steps"]
     result = {
         "what": f"vLLM, {SHAPE} shape with outlier channels, BF16 CUDA tensors into a live block-FP8 engine",
         "command": COMMAND,
@@ -153,28 +140,9 @@ def test_write_the_result(refitted, fresh, baseline):
             "moved_tensors": len(refitted["moved"]),
             "max_grown_bytes": grown_bytes(steps),
             "max_peak_extra_bytes": max(step["peak_extra_bytes"] for step in steps),
-            "wall_ms_median": median(steps, "wall_s") * 1e3,
-            "fill_device_ms_median": median(steps, "fill_device_s") * 1e3,
-            "first_launch_ms_median": median(steps, "first_launch_s") * 1e3,
-            "copy_gb_per_s": copy_gb_per_s,
-            "fill_over_roofline": over_roofline(steps, copy_gb_per_s),
         },
         "first_refit_cold_kernel_cache": refitted["first_refit"],
-        "first_refit_warm_kernel_cache": {"wall_s": baseline["first_ms"] / 1e3},
-        "against_reload_weights": {
-            "rounds": baseline["config"]["rounds"],
-            "ours_plan_fill_verify_ms_median": baseline["plan_fill_verify_ms"]["median"],
-            "ours_phases_ms_median": {phase: ms["median"] for phase, ms in baseline["phases_ms"].items()},
-            "ours_first_launch_ms_median": median(steps, "first_launch_s") * 1e3,
-            "ours_fill_device_ms_median": baseline["fill_device_ms"]["median"],
-            "copy_gb_per_s": baseline["copy_gb_per_s"],
-            "fill_over_roofline": baseline["fill_over_copy"],
-            "reload_weights_ms_median": reload["wall_ms"]["median"],
-            "reload_weights_peak_extra_bytes": reload["peak_extra_bytes"],
-            "times_faster": reload["wall_ms"]["median"] / baseline["plan_fill_verify_ms"]["median"],
-            "bench": baseline,
-        },
-        "streams": refitted["sources"],
+        "streams": {kind: found["same_bytes"] for kind, found in refitted["sources"].items()},
         "bad_input": refitted["bad_input"],
     }
     write_result(f"vllm_{SHAPE}", result, INSIDE)
