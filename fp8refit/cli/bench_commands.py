@@ -49,7 +49,7 @@ def bench_refit(
     plot: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for plots.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time refits of a live engine, and every other way to give it weights."""
+    """Time refits of a live engine, and other ways to load weights."""
     from fp8refit.bench import RefitBenchConfig, run_refit_bench
     from fp8refit.bench.plots import plot_refits
     from fp8refit.bench.tables import refit_tables
