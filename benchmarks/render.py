@@ -1,11 +1,9 @@
 """Writes every figure in README.md and docs/ from benchmarks/results: tables, plots, and the pages made of nothing else.
 
-python benchmarks/render.py
+python -m benchmarks.render
 """
 
-import render_benchmarks
-import render_learning
-import render_pages
+from benchmarks import render_benchmarks, render_learning, render_pages
 
 
 def main() -> None:

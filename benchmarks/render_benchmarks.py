@@ -1,6 +1,6 @@
 """Writes docs/benchmarks.md and docs/figures from what `fp8refit bench` measured, so that neither drifts.
 
-`benchmarks/render.py` runs it.
+`python -m benchmarks.render` runs it.
 
 Reads `bench_refit_*.json`, `bench_kernel_*.json`, `bench_rollout_*.json` and `linear_*.json` in benchmarks/results, each
 written by the command that it names, with `--json` or `--out`. What is not there is left out.
@@ -99,7 +99,7 @@ def render(measured: Measured) -> str:
 HEAD = """# Benchmarks
 
 Models are built from their published configs and filled with random weights that have outlier channels; nothing is downloaded.
-Each table is preceded by the commands that measure its rows again. `python benchmarks/render.py` writes this page
+Each table is preceded by the commands that measure its rows again. `python -m benchmarks.render` writes this page
 from the JSON files in `benchmarks/results`.
 """
 
@@ -322,13 +322,14 @@ def figures(measured: Measured) -> dict[str, tuple[Plot, list[RefitBenchResult]]
 def _title(boot: str) -> str:
     engine, *options = boot.split()
     said = [NAMES.get(engine, engine)]
-    said += ["booted to quantize BF16 weights itself"] if "--online" in options else []
+    how = options[options.index("--quantization") + 1] if "--quantization" in options else "block FP8"
+    said += [f"booted to quantize BF16 weights itself ({how})"] if "--online" in options else []
     said += [PLACES[options[-1]]] if "--place" in options else []
     return ", ".join(said)
 
 
 def _slug(boot: str) -> str:
-    return re.sub(r"\W+", "-", boot.replace("place ", ""))
+    return re.sub(r"\W+", "-", re.sub("--(place|quantization) ", "", boot))
 
 
 def _versions(results: Iterable[RefitBenchResult | KernelBenchResult | RolloutBenchResult]) -> str:

@@ -1,6 +1,6 @@
 """Writes docs/learning.md and its pictures from what `examples/grpo.py` found, so that neither drifts.
 
-`benchmarks/render.py` runs it.
+`python -m benchmarks.render` runs it.
 
 Reads every `grpo_*.json` in benchmarks/results. Without one there is no page.
 """
@@ -39,7 +39,7 @@ explains the variants. A warm-up trains the policy on example answers until it g
 falling order, so that rewards have something to choose between.
 
 Figures are means over all seeds, with the minimum and maximum in brackets. Rewards are from the last fifth of the steps; all
-other figures are medians over the steps. This page is written by `python benchmarks/render.py`.
+other figures are medians over the steps. This page is written by `python -m benchmarks.render`.
 """
 
 PICTURES = ("reward", "mismatch", "density")

@@ -1,6 +1,6 @@
 """Writes the figures in README.md and docs/ from benchmarks/results, plots too, and the tables of engines from docs/*.toml.
 
-`benchmarks/render.py` runs it.
+`python -m benchmarks.render` runs it.
 """
 
 import hashlib

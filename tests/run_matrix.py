@@ -4,7 +4,7 @@
     python -m tests.run_matrix vllm --out benchmarks/results/trainers.json --trainer trl
 
 The file holds a row for each engine and version, of its last run; a run adds to its row part by part. `nox -s matrix` runs
-this in an environment for each version, and `benchmarks/render.py` makes the table in docs/engines.md.
+this in an environment for each version, and `python -m benchmarks.render` makes the table in docs/engines.md.
 
 With a trainer of `tests/trainers.toml` the row is that trainer's, and its tests are run: `nox -s trainers`, docs/drop-in.md.
 """

@@ -37,8 +37,8 @@ def results(renderer, tmp_path):
 def test_the_committed_page_is_of_the_committed_results(renderer):
     results = renderer.read(renderer.RESULTS)
     page = renderer.DOCS / "learning.md"
-    assert page.exists() == bool(results), "run: python benchmarks/render.py"
-    assert not results or page.read_text() == renderer.render(results), "run: python benchmarks/render.py"
+    assert page.exists() == bool(results), "run: python -m benchmarks.render"
+    assert not results or page.read_text() == renderer.render(results), "run: python -m benchmarks.render"
 
 
 def test_every_variant_has_its_rewards_and_densities(renderer, results):

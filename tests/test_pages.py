@@ -29,7 +29,7 @@ def test_figures_and_engines_are_those_of_the_committed_files(page):
     sections = RENDERER.render()[page]
     text = (ROOT / page).read_text()
     assert all(section.strip() for section in sections.values())
-    assert RENDERER.splice(text, sections) == text, "run: python benchmarks/render.py"
+    assert RENDERER.splice(text, sections) == text, "run: python -m benchmarks.render"
 
 
 def test_no_page_has_a_section_that_nobody_renders():
@@ -52,7 +52,7 @@ def test_plots_are_of_the_committed_results_and_on_a_page():
     pages = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
     for name, (title, bars) in RENDERER.figures().items():
         drawn = (ROOT / "docs" / "figures" / name).read_bytes()
-        assert RENDERER.digest_of(title, bars).encode() in drawn, "run: python benchmarks/render.py"
+        assert RENDERER.digest_of(title, bars).encode() in drawn, "run: python -m benchmarks.render"
         assert f"figures/{name})" in pages
 
 

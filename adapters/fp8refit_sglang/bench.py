@@ -119,7 +119,7 @@ def boot(wanted: RefitBoot) -> SglangBench | BenchServer:
     Raises:
         UnsupportedEngineError: SGLang is not installed, does not run in this process, or quantizes no BF16 weights.
     """
-    if wanted.is_online:
+    if wanted.quantization is not None:
         raise UnsupportedEngineError("sglang does not quantize BF16 weights to block FP8 itself; leave out --online")
     if wanted.place is Place.INSIDE:
         raise UnsupportedEngineError("SGLang runs in other processes; leave out --place, or pass outside or server")

@@ -58,7 +58,7 @@ def boot(wanted: RefitBoot) -> TransformersBench:
     """
     if wanted.tp != 1:
         raise UnsupportedEngineError(f"transformers runs on one rank, not on {wanted.tp}; leave out --tp")
-    if wanted.is_online:
+    if wanted.quantization is not None:
         raise UnsupportedEngineError(
             "transformers does not quantize BF16 weights to block FP8 itself; leave out --online"
         )

@@ -44,8 +44,8 @@ class VllmBench:
         self.settings: dict[str, object] = {
             "load_format": "dummy",
             **(
-                {"quantization": "fp8_per_block"}
-                if wanted.is_online
+                {"quantization": wanted.quantization}
+                if wanted.quantization is not None
                 else {"hf_overrides": {"quantization_config": block_fp8(wanted.model)}}
             ),
             "tensor_parallel_size": wanted.tp,
@@ -81,7 +81,7 @@ class VllmBench:
                     update=lambda policy: self._reload(iter(policy.items())),
                     prepare=by_vllm,
                 )
-                if wanted.is_online
+                if wanted.quantization is not None
                 else Strategy(
                     name="reload_weights",
                     summary="quantize each weight in eager PyTorch into a checkpoint's tensors, which vLLM's `reload_weights` "
@@ -168,8 +168,8 @@ def _serve(wanted: RefitBoot) -> BenchServer:
         "max-num-seqs": 32,
         "skip-tokenizer-init": True,
     }
-    if wanted.is_online:
-        settings["quantization"] = "fp8_per_block"
+    if wanted.quantization is not None:
+        settings["quantization"] = wanted.quantization
     else:
         settings["hf-overrides"] = json.dumps({"quantization_config": block_fp8(wanted.model)})
     if torch.cuda.is_available():

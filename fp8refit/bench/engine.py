@@ -33,8 +33,8 @@ class RefitBoot:
     """A folder with a `config.json`."""
     tp: int = 1
     """Tensor-parallel ranks."""
-    is_online: bool = False
-    """Whether the engine is to quantize BF16 weights itself."""
+    quantization: str | None = None
+    """How the engine is to quantize BF16 weights itself, in its own words; None if it gets block-FP8 checkpoints."""
     place: Place | None = None
     """None for the adapter's choice."""
 

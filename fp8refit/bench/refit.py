@@ -45,6 +45,8 @@ class RefitBenchConfig(BaseModel, frozen=True, extra="forbid"):
     """Tensor-parallel ranks."""
     online: bool = False
     """Boot an engine that quantizes BF16 weights itself; its own methods then take BF16."""
+    quantization: str = "fp8_per_block"
+    """How it does, in its own words."""
     rounds: Count = 7
     """Number of timed refits, and of timed runs of every other strategy."""
     warm_up: int = Field(default=2, ge=0, le=1 << 24)
@@ -64,8 +66,15 @@ class RefitBenchConfig(BaseModel, frozen=True, extra="forbid"):
     @property
     def boot(self) -> str:
         """The engine, and how it was booted."""
+        return " ".join([self.engine, *self.flags])
+
+    @property
+    def flags(self) -> list[str]:
+        """The options of the command line that say how it was booted."""
+        default = type(self).model_fields["quantization"].default
+        how = [] if self.quantization == default else [f"--quantization {self.quantization}"]
         place = [] if self.place is None else [f"--place {self.place}"]
-        return " ".join([self.engine, *(["--online"] if self.online else []), *place])
+        return [*(["--online", *how] if self.online else []), *place]
 
 
 class StrategyResult(BaseModel, frozen=True):
@@ -174,7 +183,8 @@ def run_refit_bench(config: RefitBenchConfig, *, on_progress: Progress = lambda 
     with tempfile.TemporaryDirectory(prefix="fp8refit-bench-") as scratch:
         on_progress("boot", 0, 1)
         model = folder_of(config.model, Path(scratch))
-        wanted = RefitBoot(model=model, tp=config.tp, is_online=config.online, place=config.place)
+        quantization = config.quantization if config.online else None
+        wanted = RefitBoot(model=model, tp=config.tp, quantization=quantization, place=config.place)
         engine = open_bench_engine(config.engine, wanted)
         try:
             return _Bench(config, engine, on_progress).run()
@@ -347,8 +357,7 @@ class _Bench:
         """The command that repeats the measurement."""
         config = self._config
         parts = ["fp8refit bench refit", f"--engine {config.engine}", f"--model {config.model}", f"--tp {config.tp}"]
-        parts += ["--online"] if config.online else []
-        parts += [] if config.place is None else [f"--place {config.place}"]
+        parts += config.flags
         parts += [] if config.gpu is None else [f"--gpu {config.gpu}"]
         parts += [f"--clients {config.clients} --in-flight {config.in_flight}"] if config.clients else []
         parts += [f"--rounds {config.rounds}", f"--warm-up {config.warm_up}", f"--seed {config.seed}"]

@@ -29,6 +29,9 @@ def bench_refit(
     online: Annotated[
         bool, typer.Option("--online", help="Boot an engine that quantizes BF16 weights itself.")
     ] = False,
+    quantization: Annotated[
+        str, typer.Option(help="How it does with --online, such as fp8_per_channel or fp8_per_tensor.")
+    ] = "fp8_per_block",
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs per method.")] = 7,
     warm_up: Annotated[int, typer.Option(min=0, help="Untimed refits after the first.")] = 2,
     strategies: Annotated[
@@ -61,6 +64,7 @@ def bench_refit(
             model=model,
             tp=tp,
             online=online,
+            quantization=quantization,
             rounds=rounds,
             warm_up=warm_up,
             strategies=names,

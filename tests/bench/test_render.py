@@ -32,7 +32,7 @@ renderer = load_renderer()
 
 def test_the_committed_page_and_pictures_are_of_the_committed_results():
     measured = renderer.read(renderer.RESULTS)
-    command = "run: python benchmarks/render.py"
+    command = "run: python -m benchmarks.render"
     is_empty = not (measured.refits or measured.kernels or measured.rollouts)
     assert is_empty or (renderer.DOCS / "benchmarks.md").read_text() == renderer.render(measured), command
     for name, (_, results) in renderer.figures(measured).items():
@@ -91,7 +91,7 @@ def test_every_result_is_on_the_page_with_its_command(results, page):
     assert titles == [
         "# Benchmarks",
         "## A refit of a live engine",
-        "### vLLM, booted to quantize BF16 weights itself",
+        "### vLLM, booted to quantize BF16 weights itself (block FP8)",
         "### transformers",
         "## The quantizer alone",
         "## What FP8 buys: rollouts",

@@ -4,7 +4,7 @@
 
 It takes a few minutes; `FP8REFIT_MINUTES` (8) ends it sooner, and the same command goes on with the runs that the result in
 `FP8REFIT_RESULTS` lacks. All runs share the GPU, 12 processes at a time: about 40 GiB of it, and their times mean nothing. Two
-more runs tell the refit's share of a step, each alone. `python benchmarks/render.py` makes the page and pictures of
+more runs tell the refit's share of a step, each alone. `python -m benchmarks.render` makes the page and pictures of
 both. The other figures of that page are commands of the example itself, in the page.
 """
 

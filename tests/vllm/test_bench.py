@@ -19,6 +19,14 @@ def test_vllms_own_ways_end_with_the_same_bytes(name, result):
     assert found["wall_ms"]["count"] == 2
 
 
+@pytest.mark.parametrize("quantization", ["fp8_per_channel", "fp8_per_tensor"])
+def test_engines_of_other_formats_are_timed_beside_their_own_reload(quantization, run_engine):
+    found = run_engine("bench", online=True, quantization=quantization, strategies=("reload_weights", "generator"))
+    assert [(other["equals_ours"], other["is_repeatable"]) for other in found["others"]] == [(True, True)] * 2
+    assert found["settings"]["quantization"] == quantization
+    assert f"--online --quantization {quantization} " in found["command"]
+
+
 def test_refits_are_timed_phase_by_phase(result):
     assert result["is_repeatable"]
     assert {"plan", "flush", "fill", "verify"} <= result["phases_ms"].keys()
