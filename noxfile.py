@@ -14,6 +14,7 @@
 - `nox -s zoo`: every model that an engine names and transformers can make small; writes docs/zoo.md
 - `nox -s matrix`: refits, updates and weight transfer on every version in `MATRIX`; writes benchmarks/results/matrix.json
 - `nox -s seams -- vllm==0.34.0`: whether a new version, not installed, has all that its adapter reaches for
+- `nox -s kernels`: every kernel compiled for Hopper by each Triton of `TRITONS`; run it when kernels have changed
 - `nox -s planted`: every fault of `tests/planted`, planted into a copy, is found by its fuzzer or oracle
 - `nox -s mutants`: random mutants of the core, and which of them no test kills; `-- --out benchmarks/results/mutants.json`
 - `nox -s lock`: the newest tools for development into tests/tools-lock.txt
@@ -53,8 +54,8 @@ MATRIX = {
     "sglang": {"0.5.12": "2.13.0", "0.5.15": "2.13.0", "0.5.17": "2.13.0", "0.5.20": "2.13.0", "0.5.23": "2.13.0"},
 }
 """Versions that are tested, and the torch that each is built for, or runs with; trainers pin several of them."""
-TRITONS = ("3.6.0", "3.7.1")
-"""Of torch 2.11 and 2.13. What they make of a kernel has crashed the assembler that comes with them."""
+TRITONS = ("3.6.0", "3.7.1", "3.9.0")
+"""Of torch 2.11 and 2.13, and the newest. What they make of a kernel has crashed the assembler that comes with them."""
 MUTANTS = "tests/mutants"
 LOCK = Path("tests/tools-lock.txt")
 """Versions of the group `tools` and of all that it needs, for every Python. `nox -s lock` writes it."""
@@ -173,14 +174,21 @@ def tests_vllm(session: nox.Session) -> None:
 
 @nox.session
 def tests_old_vllm(session: nox.Session) -> None:
-    """The oldest vLLM that runs: refits and the drop-in. And Tritons of engines on GPUs: kernels compile."""
+    """The oldest vLLM that runs: refits and the drop-in."""
     install_vllm_of(session, min(MATRIX["vllm"], key=numbers))
     files = ("tests/vllm/test_refit.py", "tests/vllm/test_drop_in.py")
     session.run("pytest", *files, *SLOWEST, *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+def kernels(session: nox.Session) -> None:
+    """Every kernel, compiled for Hopper by each of `TRITONS` for every dtype; writes benchmarks/results/compiled.json."""
+    install_core(session)
     for triton in TRITONS:
         session.install(f"triton=={triton}")
-        compiles = ("tests/kernels/test_launches.py", "-k", "compiles", "-o", "timeout=600")
-        session.run("pytest", *compiles, env=ENVIRONMENT | {"FP8REFIT_DTYPES": "bfloat16"})
+        session.run(
+            "python", "-m", "tests.kernels.run_compiling", "--out", "benchmarks/results/compiled.json", env=ENVIRONMENT
+        )
 
 
 @nox.session
@@ -288,7 +296,7 @@ def run_zoo(session: nox.Session, file: str) -> None:
 @nox.session(requires=["matrix_vllm", "matrix_sglang", "matrix_classes"], venv_backend="none")
 def matrix(session: nox.Session) -> None:
     """Refits, updates and weight transfer on the oldest, the newest and versions between, of each engine."""
-    session.run("python", "benchmarks/render.py", external=True)
+    session.run("python", "-m", "benchmarks.render", external=True)
 
 
 @nox.session

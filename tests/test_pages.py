@@ -176,7 +176,18 @@ def test_results_of_earlier_code_are_named_by_what_has_changed_since():
 
 def test_every_result_of_a_refit_says_which_code_it_measured():
     """Others name builds, or measure no refit. `python benchmarks/stamp_results.py` adds what git knows."""
-    kinds = ("builds", "interleaved", "bench_rollout", "linear", "grpo", "matrix", "mutants", "planted", "trainers")
+    kinds = (
+        "builds",
+        "compiled",
+        "interleaved",
+        "bench_rollout",
+        "linear",
+        "grpo",
+        "matrix",
+        "mutants",
+        "planted",
+        "trainers",
+    )
     silent = [
         file.name for file in sorted(RENDERER.RESULTS.glob("*.json")) if not json.loads(file.read_text()).get("code")
     ]

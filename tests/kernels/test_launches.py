@@ -1,10 +1,9 @@
 """Kernels that are compiled for a GPU without one, and where they are launched."""
 
+import ast
 import json
 import mmap
-import os
-import subprocess
-import sys
+import re
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,26 +11,26 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-BY_TABLE = {"_quantize_tiles", "_quantize_rows", "_copy_tiles"}
-KERNELS = BY_TABLE | {"_add_product", "_add_products", "_quantize_tile", "_raise_maxima"}
+from fp8refit.bench.code import changed_since
+from tests.kernels.run_compiling import DTYPES, PARTS, compile_all
+
 SHAPES = ((256, 128), (256, 8), (8, 128))
-MOST_SHARED_BYTES = 99 << 10
-"""Of a program on the GPUs with the least of it that multiply FP8 (Ada)."""
+COMPILED = Path(__file__).parents[2] / "benchmarks" / "results" / "compiled.json"
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(600)
 def test_every_kernel_compiles_for_hopper(tmp_path):
-    """The interpreter takes what the compiler refuses."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    script = Path(__file__).with_name("compiling.py")
-    dtypes = filter(None, [os.environ.get("FP8REFIT_DTYPES")])
-    ended = subprocess.run([sys.executable, script, "90", *dtypes], env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    found = [json.loads(line) for line in ended.stdout.splitlines()]
-    assert {each["kernel"] for each in found} == KERNELS
-    assert all(each["has_code"] and each["shared_bytes"] <= MOST_SHARED_BYTES for each in found), found
-    assert [each for each in found if each["kernel"] in BY_TABLE and each["stack_bytes"]] == [], "all fits in registers"
+    """From BF16; other dtypes and other Tritons are compiled by `nox -s kernels`."""
+    assert compile_all(("bfloat16",), tmp_path)
+
+
+def test_every_kernel_was_compiled_for_every_dtype_by_every_triton_since_it_changed():
+    found = json.loads(COMPILED.read_text())["tritons"]
+    (tritons,) = re.findall(r"^TRITONS = (\(.*\))$", (COMPILED.parents[2] / "noxfile.py").read_text(), re.MULTILINE)
+    assert set(found) == set(ast.literal_eval(tritons))
+    for version, compiled in found.items():
+        assert set(compiled["dtypes"]) == set(DTYPES), version
+        assert changed_since(compiled, PARTS) == "", f"run: nox -s kernels (Triton {version})"
 
 
 class Recorder:

@@ -191,8 +191,7 @@ def test_a_pass_takes_two_buckets_beside_the_model(four, placements):
         assert max_bytes < peak <= 2.5 * max_bytes < num_model_bytes
 
 
-@pytest.mark.parametrize("when", [0, 1, 5, 16, 20])
-@pytest.mark.parametrize("num_elements", [1, 512, 100_000])
+@pytest.mark.parametrize(("num_elements", "when"), [(1, 0), (1, 16), (512, 5), (512, 20), (100_000, 1), (100_000, 20)])
 def test_a_function_that_raises_on_one_rank_while_the_others_gather_ends_on_all_in_time(doomed, num_elements, when):
     """Nobody's process ends, and all of them can vote after it."""
     found = doomed.run(partial(sharded.leave_others_in_a_gather, when=when), num_elements)
