@@ -104,10 +104,10 @@ from the JSON files in `benchmarks/results`.
 """
 
 LEGEND = """The BF16 weights are on the engine's GPU, as a trainer leaves them. Each round changes them, then times one refit
-and one run of each of the engine's own ways, interleaved. After each run the live weights are compared by fingerprint. Times
+and one run of each other way, interleaved. After each run the live weights are compared by fingerprint. Times
 are medians in ms.
 
-- *first*: the first refit, measured before slots were traced; today it takes [longer](measured.md#first-refits). *call to
+- *first*: the first refit, after the layout was read; [with that](measured.md#first-refits) it takes longer. *call to
   return*: all that a training loop waits for, until the engine can serve again. *flush*: the engine drops its prefix cache.
 - *fill*: the kernel that reads BF16 and writes codes and scales, on the device's own clock. *of copy*: the fill divided by the
   time to copy as many bytes, measured in the same process. *ns/MB*: in brackets, how much more than the best row.
@@ -133,7 +133,7 @@ def render_refits(boot: str, results: Sequence[RefitBenchResult]) -> Iterator[st
         num_names=1,
     )
     yield f"![Phases](figures/{_slug(boot)}_phases.png)\n"
-    yield "The engine's own ways to load the same weights, in the same runs:\n"
+    yield "Other ways to bring the same weights, in the same runs:\n"
     yield _table(
         ["model", "way", "ms", "p90", "times refit", "extra", "bytes"],
         (row for result in results for row in _ways(result)),

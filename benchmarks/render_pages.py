@@ -13,6 +13,7 @@ from typing import Any
 
 from fp8refit.bench import RefitBenchResult
 from fp8refit.bench.code import INSIDE, PARTS, changed_since, commit_of
+from fp8refit.bench.engine import Loads
 from fp8refit.bench.refit import OURS
 
 ROOT = Path(__file__).parents[1]
@@ -710,7 +711,6 @@ TRANSFERS = (
     "drop-in-tensors",
     "load_weights-tensors",
     "drop-in-512mib",
-    "load_weights-512mib",
     "transfer-512mib",
 )
 SGLANGS = (OURS, "update_weights_from_tensor-512mib", "update_weights_from_tensor-2gib")
@@ -751,7 +751,7 @@ def _way_cell(found: RefitBenchResult, way: str) -> str:
     other = next((other for other in found.others if other.name == way), None)
     if other is None:
         return ""
-    is_own = not other.equals_ours and "another policy" not in other.summary and "nothing" not in other.summary
+    is_own = not other.equals_ours and other.loads is Loads.POLICY
     return f"{other.wall_ms.median:.1f}{'*' if is_own else ''}"
 
 

@@ -33,7 +33,12 @@ class SglangBench:
 
         self.settings = {name.replace("-", "_"): value for name, value in _settings(wanted).items()}
         self.candidate = sglang.Engine(**self.settings)
-        self._layout: EngineLayout = Refitter(self.candidate).layout()
+        try:
+            with Refitter(self.candidate) as refitter:
+                self._layout: EngineLayout = refitter.layout()
+        except BaseException:
+            self.close()
+            raise
         self.strategies: Sequence[Strategy] = tuple(
             Strategy(
                 name=f"update_weights_from_tensor-{label}",

@@ -17,7 +17,7 @@ from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.slots import Inventory
 from fp8refit.tracing.inventory import inventory_of
-from fp8refit_vllm.bench_transfers import How, Receiver, by_buckets, by_calls, switch
+from fp8refit_vllm.bench_transfers import Receiver, by_buckets, by_calls
 from fp8refit_vllm.compat import VERSIONS
 from fp8refit_vllm.core_compat import in_process_executor
 from fp8refit_vllm.layout import VllmRules
@@ -59,19 +59,24 @@ class VllmBench:
             self.settings["kv_cache_memory_bytes"] = _KV_BYTES  # nothing is profiled
             self.settings["gpu_memory_utilization"] = 0.1  # then vLLM only checks at boot that this much is free
         self.candidate = LLM(model=str(wanted.model), **self.settings)
-        executor = in_process_executor(self.candidate.llm_engine)
+        try:
+            self._find_strategies(wanted)
+        except BaseException:
+            self.close()
+            raise
+
+    def _find_strategies(self, wanted: RefitBoot) -> None:
+        executor, is_online = in_process_executor(self.candidate.llm_engine), wanted.quantization is not None
         self.worker = None
         self._inventory = Inventory(slots=())
         self.strategies: Sequence[Strategy] = (
-            tuple(by_buckets(self.candidate)) if wanted.tp == 1 and torch.cuda.is_available() else ()
+            tuple(by_buckets(self.candidate, is_online=is_online))
+            if wanted.tp == 1 and torch.cuda.is_available()
+            else ()
         )
         if executor is not None:
             self.worker = worker = executor.driver_worker.worker
             network = worker.model_runner.get_model()
-
-            def by_vllm(_: object) -> None:
-                switch(worker, How.NONE)
-
             self._inventory = inventory_of(network, VllmRules(), twin_of(worker.vllm_config))
             self._names = {parameter.data_ptr(): name for name, parameter in network.named_parameters()}
             self.strategies = (
@@ -79,24 +84,21 @@ class VllmBench:
                     name="reload_weights",
                     summary="vLLM's `reload_weights` of BF16 weights: it loads, fuses, quantizes and processes them as at boot",
                     update=lambda policy: self._reload(iter(policy.items())),
-                    prepare=by_vllm,
                 )
-                if wanted.quantization is not None
+                if is_online
                 else Strategy(
                     name="reload_weights",
                     summary="quantize each weight in eager PyTorch into a checkpoint's tensors, which vLLM's `reload_weights` "
                     "loads, fuses and processes as at boot",
                     update=self._reload_checkpoint,
-                    prepare=by_vllm,
                 ),
                 Strategy(
                     name="reload_weights-kernel-format",
                     summary="quantize each weight in eager PyTorch into tensors as the kernels hold them, which vLLM's "
                     "`reload_weights(is_checkpoint_format=False)` copies",
                     update=self._reload_kernels,
-                    prepare=by_vllm,
                 ),
-                *by_calls(worker),
+                *by_calls(worker, is_online=is_online),
             )
 
     def close(self) -> None:

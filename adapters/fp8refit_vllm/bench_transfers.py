@@ -6,8 +6,8 @@ acknowledged before the next, and a larger tensor by a handle of its own (verl's
 
 import pickle
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8refit.bench.engine import Strategy
+from fp8refit.bench.engine import Loads, Strategy
 from fp8refit.driver.drop_in import DropInOptions
 from fp8refit_vllm import drop_in
 from fp8refit_vllm.worker import Extension, rank_of
 
 _ALIGNMENT_BYTES = 16
 _BUCKETS = {"512mib": 512 << 20, "2gib": 2 << 30}
+_WAIT_MS = 60_000
+"""For the other end of a transfer, which may have failed."""
 _DROP_IN_UNTIMED = 3
 """Until it knows in which order a policy comes."""
 _CUDA_INDEX = 6
@@ -72,6 +74,7 @@ def switch(worker: Any, how: How) -> None:
         drop_in.install(worker, lambda: rank_of(worker), DropInOptions(drop_in=True))
     else:
         drop_in.remove(worker)
+        rank_of(worker).target.is_watched = False
 
 
 class Receiver(Extension):
@@ -92,6 +95,7 @@ class Receiver(Extension):
 
         device: torch.device = self.device  # type: ignore[attr-defined]
         with zmq.Context.instance().socket(zmq.REP) as socket:
+            _limit(socket)
             socket.connect(address)
             buffer = _opened(pickle.loads(socket.recv()), device)
             socket.send(b"")
@@ -117,6 +121,15 @@ def _opened(handle: tuple[Any, tuple[Any, ...]], device: torch.device) -> Tensor
     return tensor
 
 
+def _limit(socket: Any) -> None:
+    """Let no call wait for ever, nor the end of the process."""
+    import zmq
+
+    for option in (zmq.RCVTIMEO, zmq.SNDTIMEO):
+        socket.setsockopt(option, _WAIT_MS)
+    socket.setsockopt(zmq.LINGER, 0)
+
+
 class _Sender:
     """Sends policies through one buffer."""
 
@@ -128,6 +141,7 @@ class _Sender:
         from torch.multiprocessing.reductions import reduce_tensor
 
         with zmq.Context.instance().socket(zmq.REQ) as socket:
+            _limit(socket)
 
             def ask(said: Any) -> None:
                 socket.send(said if said == b"" else pickle.dumps(said))
@@ -155,27 +169,19 @@ class _Sender:
             ask(b"")
 
 
-def by_calls(worker: Any) -> Iterator[Strategy]:
-    """Yield the ways of a trainer in the worker's process."""
+def by_calls(worker: Any, *, is_online: bool) -> Iterator[Strategy]:
+    """Yield the ways of a trainer in the worker's process; vLLM's own only if the engine takes BF16 weights."""
 
     def send(how: How, policy: Mapping[str, Tensor]) -> None:
         load(worker, how, ([item] for item in policy.items()))
 
-    def prepare(how: How, _: object) -> None:
-        switch(worker, how)
-
-    for how in (How.DROP_IN, How.OWN):
-        yield _strategy(
-            how,
-            "tensors",
-            "one tensor a call of `load_weights`, as TRL sends them",
-            partial(send, how),
-            partial(prepare, how),
-        )
+    what = "one tensor a call of `load_weights`, as TRL sends them"
+    for how in (How.DROP_IN, *([How.OWN] if is_online else [])):
+        yield _strategy(how, "tensors", what, partial(send, how), partial(switch, worker))
 
 
-def by_buckets(llm: Any) -> Iterator[Strategy]:
-    """Yield the ways of a trainer in another process on the same GPU."""
+def by_buckets(llm: Any, *, is_online: bool) -> Iterator[Strategy]:
+    """Yield the ways of a trainer in another process on the same GPU; vLLM's own only if the engine takes BF16 weights."""
     senders: dict[int, _Sender] = {}
 
     def send(how: How, num_bytes: int, policy: Mapping[str, Tensor]) -> None:
@@ -183,26 +189,29 @@ def by_buckets(llm: Any) -> Iterator[Strategy]:
             senders[num_bytes] = _Sender(num_bytes)
         with tempfile.TemporaryDirectory(prefix="fp8refit-") as folder:
             address = f"ipc://{folder}/policy"
-            thread = threading.Thread(target=senders[num_bytes].send, args=(address, policy), daemon=True)
-            thread.start()
-            llm.collective_rpc("receive_policy", args=(str(how), address))
-            thread.join()
+            with ThreadPoolExecutor(1) as pool:
+                sent = pool.submit(senders[num_bytes].send, address, policy)
+                llm.collective_rpc("receive_policy", args=(str(how), address))
+                sent.result()
 
-    def prepare(how: How, _: object) -> None:
+    def switch_there(how: How) -> None:
         llm.collective_rpc("switch_transfer", args=(str(how),))
 
     for label, num_bytes in _BUCKETS.items():
         what = f"buckets of {num_bytes >> 20} MiB by CUDA IPC, as verl sends them"
         for how in How:
-            yield _strategy(how, label, what, partial(send, how, num_bytes), partial(prepare, how))
+            if how is not How.OWN or is_online:
+                yield _strategy(how, label, what, partial(send, how, num_bytes), switch_there)
 
 
-def _strategy(how: How, label: str, what: str, update: Update, prepare: Update) -> Strategy:
+def _strategy(how: How, label: str, what: str, update: Update, switch_to: Callable[[How], object]) -> Strategy:
     return Strategy(
         name=f"{how}-{label}",
         summary=f"{_SAID[how]} {what}",
         update=update,
-        prepare=prepare,
+        prepare=lambda _: switch_to(how),
+        undo=partial(switch_to, How.NONE),
+        loads=Loads.NOTHING if how is How.NONE else Loads.POLICY,
         is_on_request=True,
         num_untimed=_DROP_IN_UNTIMED if how is How.DROP_IN else 0,
     )

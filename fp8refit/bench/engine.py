@@ -39,6 +39,17 @@ class RefitBoot:
     """None for the adapter's choice."""
 
 
+class Loads(StrEnum):
+    """What an engine holds after a strategy."""
+
+    POLICY = "policy"
+    """The given one."""
+    OTHER = "other"
+    """Another, which is made of it."""
+    NOTHING = "nothing"
+    """What it held before."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
     """A way to give an engine new BF16 weights, other than `refit` of tensors at rest."""
@@ -51,6 +62,9 @@ class Strategy:
     """Takes BF16 weights by checkpoint name; returns when the engine serves them, with its caches flushed."""
     prepare: Callable[[Mapping[str, Tensor]], object] = lambda _: None
     """What is not timed before each update, such as the trainer's own work."""
+    undo: Callable[[], object] = lambda: None
+    """What it leaves is taken away, not timed, before another way has its turn."""
+    loads: Loads = Loads.POLICY
     is_on_request: bool = False
     """Whether it is left out unless its name is given."""
     num_untimed: int = 0

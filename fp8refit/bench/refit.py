@@ -5,7 +5,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8refit.bench import policies
 from fp8refit.bench.clock import Count, Percentiles, copy_gb_per_s, time_call
-from fp8refit.bench.engine import BenchEngine, Place, RefitBoot, Strategy, open_bench_engine
+from fp8refit.bench.engine import BenchEngine, Loads, Place, RefitBoot, Strategy, open_bench_engine
 from fp8refit.bench.result import BenchResult, gpu_name, stamp, versions_of
 from fp8refit.bench.server import BenchServer, Clients
 from fp8refit.bench.shapes import folder_of
@@ -94,10 +94,14 @@ class StrategyResult(BaseModel, frozen=True):
     """Whether every run with the same policy left the same bytes on every rank."""
     equals_ours: bool
     """Whether those are the bytes that fp8refit writes."""
+    loads: Loads = Loads.POLICY
+    """Whose bytes they should be."""
 
     @property
     def whose_bytes(self) -> str:
         """Whose bytes the engine ended with, for tables."""
+        if self.loads is Loads.NOTHING:
+            return ""
         if self.equals_ours:
             return "fp8refit's"
         return "its own" if self.is_repeatable else "NOT the same every time"
@@ -186,10 +190,9 @@ def run_refit_bench(config: RefitBenchConfig, *, on_progress: Progress = lambda 
         quantization = config.quantization if config.online else None
         wanted = RefitBoot(model=model, tp=config.tp, quantization=quantization, place=config.place)
         engine = open_bench_engine(config.engine, wanted)
-        try:
-            return _Bench(config, engine, on_progress).run()
-        finally:
-            engine.close()
+        with ExitStack() as stack:
+            stack.callback(engine.close)
+            return stack.enter_context(closing(_Bench(config, engine, on_progress))).run()
 
 
 class _Bench:
@@ -217,6 +220,11 @@ class _Bench:
             raise UnsupportedEngineError(f"there is no GPU {gpu}; there are {torch.cuda.device_count()}")
         torch.cuda.set_device(gpu)
         return torch.device("cuda", gpu)
+
+    def close(self) -> None:
+        """Leave what was joined."""
+        self._sources.close()
+        self._refitter.close()
 
     def run(self) -> RefitBenchResult:
         config, policy = self._config, self._policy
@@ -250,7 +258,6 @@ class _Bench:
                 is_repeatable &= self._expected.setdefault(seed, found) == found
         self._on_progress("done", num_steps, num_steps)
         result = self._result(first_ms, ours, others, copy_rates, is_repeatable=is_repeatable)
-        self._sources.close()
         timed = tuple(other.model_copy(update={"first_ms": firsts.get(other.name)}) for other in result.others)
         heard = clients.answers if clients is not None else []
         seen = ClientsResult(requests=len(heard), failed=heard.count(False)) if clients is not None else None
@@ -259,8 +266,10 @@ class _Bench:
     def _clients(self) -> AbstractContextManager[Clients[bool] | None]:
         """Return clients that keep a server busy, with prompts of several lengths."""
         server = self._engine
-        if not self._config.clients or not isinstance(server, BenchServer):
+        if not self._config.clients:
             return nullcontext()
+        if not isinstance(server, BenchServer):
+            raise UnsupportedEngineError(f"the server of {self._config.engine} takes no clients; leave out --clients")
 
         def ask(number: int) -> bool:
             length = _PROMPT + number % _PROMPT
@@ -275,9 +284,12 @@ class _Bench:
     def _warm_up(self, strategy: Strategy) -> float:
         """Compile what a way needs, and return the milliseconds of its first time."""
         milliseconds = []
-        for place in range(1 + self._config.warm_up):
-            with nullcontext() if place % 2 else _another(self._policy):
-                milliseconds.append(self._run_other(strategy)[0])
+        try:
+            for place in range(1 + self._config.warm_up):
+                with nullcontext() if place % 2 else _another(self._policy):
+                    milliseconds.append(self._run_other(strategy)[0])
+        finally:
+            strategy.undo()
         return milliseconds[0]
 
     def _time_ours(self, policy: Mapping[str, Tensor]) -> tuple[float, RefitReport, int]:
@@ -286,13 +298,14 @@ class _Bench:
         return 1e3 * wall_s, report, max(extra_bytes, report.extra_bytes)
 
     def _time_other(self, strategy: Strategy, seed: int) -> "_Run":
-        for place in range(
-            strategy.num_untimed
-        ):  # one after the other differ, the last one and that which is timed too
-            with _another(self._policy) if place % 2 == (strategy.num_untimed - 1) % 2 else nullcontext():
-                self._run_other(strategy)
-        self._rest()
-        wall_ms, extra_bytes, report = self._run_other(strategy)
+        try:
+            for place in range(strategy.num_untimed):  # each differs from the one before, and so does what is timed
+                with _another(self._policy) if place % 2 == (strategy.num_untimed - 1) % 2 else nullcontext():
+                    self._run_other(strategy)
+            self._rest()
+            wall_ms, extra_bytes, report = self._run_other(strategy)
+        finally:
+            strategy.undo()
         fingerprints = tuple(self._refitter.fingerprints())
         phases_s = report.phases_s if isinstance(report, RefitReport) else {}
         extra_bytes = max(extra_bytes, report.extra_bytes if isinstance(report, RefitReport) else 0)
@@ -359,7 +372,8 @@ class _Bench:
         parts = ["fp8refit bench refit", f"--engine {config.engine}", f"--model {config.model}", f"--tp {config.tp}"]
         parts += config.flags
         parts += [] if config.gpu is None else [f"--gpu {config.gpu}"]
-        parts += [f"--clients {config.clients} --in-flight {config.in_flight}"] if config.clients else []
+        parts += [f"--clients {config.clients}"] if config.clients else []
+        parts += [f"--in-flight {config.in_flight}"] if config.in_flight != "wait" else []
         parts += [f"--rounds {config.rounds}", f"--warm-up {config.warm_up}", f"--seed {config.seed}"]
         if config.strategies is not None:
             parts.append(f"--strategies {','.join(config.strategies) or 'none'!r}")
@@ -375,7 +389,8 @@ class _Bench:
                 name: 1e3 * statistics.median(run.phases_s.get(name, 0.0) for run in runs) for name in runs[-1].phases_s
             },
             peak_extra_bytes=max(run.extra_bytes for run in runs),
-            is_repeatable=all(run.fingerprints == first[run.seed] for run in runs),
+            is_repeatable=strategy.loads is Loads.NOTHING or all(run.fingerprints == first[run.seed] for run in runs),
+            loads=strategy.loads,
             equals_ours=all(list(run.fingerprints) == self._expected[run.seed] for run in runs),
         )
 

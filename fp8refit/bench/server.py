@@ -1,6 +1,9 @@
 """An engine's own HTTP server in the refit benchmark, and clients that keep it busy."""
 
+import http.client
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,6 +13,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, Generic, Self, TypeVar
 
 from fp8refit.bench.engine import Strategy
@@ -22,6 +27,8 @@ _END_S = 15.0
 _LOG_CHARS = 2000
 _REFUSED_S = 0.02
 """Before a client's next request, after one that failed."""
+_FAULTS = (OSError, http.client.HTTPException, LookupError, TypeError, ValueError)
+"""What an answer that is none, or not the expected one, raises."""
 
 
 class BenchServer:
@@ -57,7 +64,9 @@ class BenchServer:
             [sys.executable, "-P", "-m", module, *flags, "--host=127.0.0.1", f"--port={port}"],
             stdout=self._log,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             self._wait()
         except BaseException:
@@ -68,17 +77,17 @@ class BenchServer:
         """Have the server continue a prompt greedily, and return whether it did. May be called by many threads at once."""
         try:
             return self._complete(self._post, prompt, num_tokens)
-        except (OSError, KeyError, ValueError):
+        except _FAULTS:
             return False
 
     def close(self) -> None:
-        """End the server."""
+        """End the server, and every process that it has started."""
         self._process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
         self._log.close()
 
     def _wait(self) -> None:
@@ -101,7 +110,7 @@ class BenchServer:
     def _post(self, route: str, body: object) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.candidate}{route}", data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
+        with self._opener.open(request, timeout=_ANSWER_S) as answer:
             return json.loads(answer.read() or b"null")
 
 
@@ -110,25 +119,26 @@ class Clients(Generic[T]):
 
     Args:
         ask: Takes the number of a request, which begins with that of the client. What it returns is kept; a false answer is
-            a failure.
+            a failure. What it raises ends its client, and is raised when all are stopped.
         count: How many there are.
     """
 
     def __init__(self, ask: Callable[[int], T], count: int) -> None:
         self.answers: list[T] = []
-        self._ask = ask
+        self._ask, self._count = ask, count
         self._is_over = threading.Event()
-        self._threads = [threading.Thread(target=self._go_on, args=(number,), daemon=True) for number in range(count)]
+        self._pool = ThreadPoolExecutor(count)
+        self._ends: list[Future[None]] = []
 
     def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
+        self._ends = [self._pool.submit(self._go_on, number) for number in range(self._count)]
         return self
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
-        for thread in self._threads:
-            thread.join()
+        self._pool.shutdown()
+        for end in self._ends:
+            end.result()
 
     def _go_on(self, number: int) -> None:
         while not self._is_over.is_set():

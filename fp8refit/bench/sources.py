@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8refit.bench.engine import BenchEngine, Strategy
+from fp8refit.bench.engine import BenchEngine, Loads, Strategy
 from fp8refit.bench.policies import in_buckets, stacked
 from fp8refit.config import Options
 from fp8refit.driver.broadcaster import Broadcaster
@@ -45,7 +45,7 @@ class Sources:
             "function", "a function that returns such a generator", lambda policy: refit(lambda: iter(policy.items()))
         )
         yield _way("changes-counted", "tensors at rest, with `count_changes=True`", self._count)
-        yield _way("verify", "`verify` of tensors at rest: nothing is written", self._refitter.verify, refit)
+        yield _way("verify", "`verify` of tensors at rest: nothing is written", self._verify, refit)
         yield _way(
             "new-memory",
             "tensors in other memory than those before",
@@ -64,6 +64,7 @@ class Sources:
                     name,
                     f"a merged LoRA of rank {LORA_RANK}{what}: another policy than the others'",
                     partial(self._merge, name, dtype),
+                    loads=Loads.OTHER,
                 )
         if self._engine.worker is not None:
             for name, num_bytes in (("512mib", 512 << 20), ("2gib", 2 << 30)):
@@ -97,6 +98,9 @@ class Sources:
         if name not in self._made:
             self._made[name] = make()
         return self._made[name]
+
+    def _verify(self, policy: Policy) -> None:
+        self._refitter.verify(policy).raise_if_different()
 
     def _count(self, policy: Policy) -> object:
         options: Options = {**self._options, "count_changes": True}
@@ -149,9 +153,16 @@ def _way(
     prepare: Callable[[Policy], object] = lambda _: None,
     *,
     num_untimed: int = 3,
+    loads: Loads = Loads.POLICY,
 ) -> Strategy:
     return Strategy(
-        name=name, summary=summary, update=update, prepare=prepare, is_on_request=True, num_untimed=num_untimed
+        name=name,
+        summary=summary,
+        update=update,
+        prepare=prepare,
+        loads=loads,
+        is_on_request=True,
+        num_untimed=num_untimed,
     )
 
 

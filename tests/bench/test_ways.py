@@ -9,7 +9,9 @@ from typer.testing import CliRunner
 
 from fp8refit import Refitter, UnsupportedEngineError
 from fp8refit.bench import RefitBenchConfig, policies, run_refit_bench, write_config
-from fp8refit.bench.engine import RefitBoot, open_bench_engine
+from fp8refit.bench import refit as refit_bench
+from fp8refit.bench.engine import Loads, RefitBoot, Strategy, open_bench_engine
+from fp8refit.bench.refit import _Bench
 from fp8refit.bench.server import BenchServer, Clients
 from fp8refit.bench.sources import Sources
 from fp8refit.cli import app
@@ -173,3 +175,49 @@ def test_clients_ask_again_until_they_are_stopped():
     count = len(clients.answers)
     assert clients.answers.count(False) > 0 and {0, 1, 2} <= seen
     assert len(clients.answers) == count
+
+
+def test_what_a_client_raises_is_raised_when_all_are_stopped():
+    def ask(number):
+        raise KeyError(number)
+
+    with pytest.raises(KeyError), Clients(ask, 2):
+        pass
+
+
+def test_what_a_way_leaves_is_undone_before_another_has_its_turn(tmp_path):
+    write_config("tiny", tmp_path)
+    engine = open_bench_engine("transformers", RefitBoot(model=tmp_path))
+    events = []
+
+    def add(what):
+        return lambda *_: events.append(what)
+
+    engine.strategies = (
+        Strategy(name="a", summary="", update=add("a"), prepare=add("on"), undo=add("off"), num_untimed=1),
+        Strategy(name="b", summary="", update=add("b"), loads=Loads.NOTHING),
+    )
+    result = _Bench(RefitBenchConfig(engine="transformers", model="tiny", rounds=2), engine, lambda *_: None).run()
+    assert events == ["on", "a", "on", "a", "off", "b"] * 2
+    assert [(other.loads, other.is_repeatable, other.whose_bytes) for other in result.others][1] == (
+        "nothing",
+        True,
+        "",
+    )
+
+
+def test_a_bench_closes_what_it_opened_also_if_a_way_fails(tmp_path, monkeypatch):
+    write_config("tiny", tmp_path)
+    engine = open_bench_engine("transformers", RefitBoot(model=tmp_path))
+    closed = []
+    engine.close = lambda: closed.append("engine")
+
+    def fail(_):
+        raise RuntimeError("no more")
+
+    engine.strategies = (Strategy(name="a", summary="", update=fail),)
+    monkeypatch.setattr(refit_bench, "open_bench_engine", lambda *_: engine)
+    monkeypatch.setattr(Refitter, "close", lambda _: closed.append("refitter"))
+    with pytest.raises(RuntimeError, match="no more"):
+        run_refit_bench(RefitBenchConfig(engine="transformers", model="tiny", rounds=1))
+    assert closed == ["refitter", "engine"]
