@@ -64,7 +64,7 @@ class BenchServer:
             [sys.executable, "-P", "-m", module, *flags, "--host=127.0.0.1", f"--port={port}"],
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,
         )
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
