@@ -74,7 +74,6 @@ def switch(worker: Any, how: How) -> None:
         drop_in.install(worker, lambda: rank_of(worker), DropInOptions(drop_in=True))
     else:
         drop_in.remove(worker)
-        rank_of(worker).target.is_watched = False
 
 
 class Receiver(Extension):

@@ -302,6 +302,10 @@ class DropIn:
             target.is_watched = True
             target.accept()
 
+    def unwatch(self) -> None:
+        """Look no more: whoever writes may."""
+        self._rank.target.is_watched = False
+
     def look(self, caller: str) -> None:
         """Look whether weights were written past `load`. If so, requests are refused until a whole policy is loaded. Every rank
         calls this together.

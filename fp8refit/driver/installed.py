@@ -58,6 +58,7 @@ class Installed:
             self._is_wrapped = False
         if drop_in is not None:
             drop_in.close()
+            drop_in.unwatch()
 
 
 def instead_of(original: Callable[..., Any], take: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,13 +16,16 @@ class Loader:
 
 
 class Recording(DropIn):
-    """Only records that it was closed."""
+    """Only records that it was closed, and looks no more."""
 
     def __init__(self):
-        self.is_closed = False
+        self.is_closed, self.is_watching = False, True
 
     def close(self):
         self.is_closed = True
+
+    def unwatch(self):
+        self.is_watching = False
 
 
 @pytest.fixture
@@ -44,6 +47,7 @@ def test_a_network_loads_by_its_drop_in_until_it_is_removed(installed):
     assert Loader.finish(model=other, dtype="bf16") == "the engine finished in bf16"
     installed.remove(network)
     assert drop_in.is_closed
+    assert not drop_in.is_watching
     assert network not in installed and not hasattr(network, "load_weights")
 
 
