@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.render_benchmarks import NAMES, PLACES
 from fp8refit.bench import RefitBenchResult
 from fp8refit.bench.code import INSIDE, PARTS, changed_since, commit_of
 from fp8refit.bench.engine import Loads
@@ -473,7 +474,7 @@ def _size_of(shape: str) -> tuple[bool, float, str]:
 
 def engine_name(engine: str) -> str:
     """For people."""
-    return {"vllm": "vLLM", "sglang": "SGLang"}[engine]
+    return NAMES[engine]
 
 
 def render_largest(
@@ -541,19 +542,17 @@ def render_matrix(rows: list[dict[str, Any]]) -> str:
     """How many tests of each part passed with each version that was run."""
     columns = list(dict.fromkeys(part for row in rows for part in row["parts"]))
     lines = [f"| engine | torch | {' | '.join(columns)} |", f"| --- | --- |{' ---: |' * len(columns)}"]
-    names = {"vllm": "vLLM", "sglang": "SGLang"}
     for row in rows:
         cells = [_passed(row["parts"].get(part)) for part in columns]
-        lines.append(f"| {names[row['engine']]} {row['version']} | {row['torch']} | {' | '.join(cells)} |")
+        lines.append(f"| {engine_name(row['engine'])} {row['version']} | {row['torch']} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def render_trainers(rows: list[dict[str, Any]]) -> str:
     """What was tested of each trainer, and how."""
     lines = ["| trainer | engine | ways | ranks | what proves it |", "| --- | --- | --- | ---: | --- |"]
-    names = {"vllm": "vLLM", "sglang": "SGLang"}
     for row in rows:
-        cells = [f"{row['trainer']} {row['version']}".strip(), f"{names[row['engine']]} {row['engine_version']}"]
+        cells = [f"{row['trainer']} {row['version']}".strip(), f"{engine_name(row['engine'])} {row['engine_version']}"]
         cells += [", ".join(row["ways"]), ", ".join(map(str, row["ranks"]))]
         proof = f"{row['proof']}: {row['why'] or _passed(row)}"
         lines.append(f"| {' | '.join(cells)} | {proof} |")
@@ -715,7 +714,6 @@ TRANSFERS = (
 )
 SGLANGS = (OURS, "update_weights_from_tensor-512mib", "update_weights_from_tensor-2gib")
 """Ways that pages show, in their order."""
-PLACES = {"inside": "in this process", "outside": "in another process"}
 
 
 def render_ways(results: list[RefitBenchResult], ways: Iterable[str]) -> str:

@@ -210,6 +210,8 @@ class _Bench:
         self._others = _chosen([*engine.strategies, *self._sources.ways(self._policy)], config.strategies)
         self._expected: dict[int, list[str]] = {}
         """Fingerprints of policies written by fp8refit."""
+        self._firsts_ms: dict[str, float] = {}
+        """The first time of each way that is warmed up."""
 
     def _where(self) -> torch.device:
         """Return the device that holds the policies, and make it the current one."""
@@ -231,7 +233,7 @@ class _Bench:
         first_ms = self._time_ours(policies.fill(policy, config.seed))[0]
         for _ in range(config.warm_up):
             self._time_ours(policy)
-        firsts = {strategy.name: self._warm_up(strategy) for strategy in self._others if strategy.is_on_request}
+        self._firsts_ms = {each.name: self._warm_up(each) for each in self._others if each.is_on_request}
         is_repeatable = True
         ours: list[tuple[float, RefitReport, int]] = []
         others: dict[str, list[_Run]] = {strategy.name: [] for strategy in self._others}
@@ -257,11 +259,8 @@ class _Bench:
                 found = self._refitter.fingerprints()
                 is_repeatable &= self._expected.setdefault(seed, found) == found
         self._on_progress("done", num_steps, num_steps)
-        result = self._result(first_ms, ours, others, copy_rates, is_repeatable=is_repeatable)
-        timed = tuple(other.model_copy(update={"first_ms": firsts.get(other.name)}) for other in result.others)
-        heard = clients.answers if clients is not None else []
-        seen = ClientsResult(requests=len(heard), failed=heard.count(False)) if clients is not None else None
-        return result.model_copy(update={"others": timed, "clients": seen})
+        answers = None if clients is None else clients.answers
+        return self._result(first_ms, ours, others, copy_rates, answers, is_repeatable=is_repeatable)
 
     def _clients(self) -> AbstractContextManager[Clients[bool] | None]:
         """Return clients that keep a server busy, with prompts of several lengths."""
@@ -323,6 +322,7 @@ class _Bench:
         ours: Sequence[tuple[float, RefitReport, int]],
         others: Mapping[str, Sequence["_Run"]],
         copy_rates: Sequence[float],
+        answers: Sequence[bool] | None,
         *,
         is_repeatable: bool,
     ) -> RefitBenchResult:
@@ -363,6 +363,7 @@ class _Bench:
             fill_over_copy=fill_s * copy_rate * 1e9 / num_bytes,
             is_repeatable=is_repeatable,
             others=tuple(self._other_result(strategy, others[strategy.name]) for strategy in self._others),
+            clients=None if answers is None else ClientsResult(requests=len(answers), failed=answers.count(False)),
         )
 
     @property
@@ -385,6 +386,7 @@ class _Bench:
             name=strategy.name,
             summary=strategy.summary,
             wall_ms=Percentiles.of([run.wall_ms for run in runs]),
+            first_ms=self._firsts_ms.get(strategy.name),
             phases_ms={
                 name: 1e3 * statistics.median(run.phases_s.get(name, 0.0) for run in runs) for name in runs[-1].phases_s
             },

@@ -1,0 +1,43 @@
+"""What committed results of the refit benchmark must hold, whoever measures them again."""
+
+import pytest
+
+from fp8refit.bench import RefitBenchResult
+from fp8refit.bench.engine import Loads
+from tests.test_pages import RENDERER
+
+REFITS = RENDERER.read_refits()
+MIB = 1 << 20
+OWN = ("reload_weights", "load_weights-tensors")
+"""Ways that quantize by the engine's own arithmetic."""
+each = pytest.mark.parametrize("found", REFITS.values(), ids=REFITS)
+
+
+@each
+def test_the_fill_runs_at_copy_speed_and_takes_little_memory(found: RefitBenchResult):
+    assert found.fill_over_copy <= (1.15 if found.config.model == "qwen3-30b-a3b" else 1.10)
+    assert found.peak_extra_bytes <= 64 * MIB
+
+
+@each
+def test_every_way_leaves_the_same_bytes_each_time_and_those_of_a_refit(found: RefitBenchResult):
+    assert found.is_repeatable and all(other.is_repeatable for other in found.others)
+    others = [other.name for other in found.others if other.loads is Loads.POLICY and not other.equals_ours]
+    assert set(others) <= set(OWN)
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "times"),
+    [("experts", "reload_weights", 20), ("sglang", "update_weights_from_tensor-512mib", 10)],
+)
+def test_a_refit_is_an_order_of_magnitude_faster_than_the_engines_own_way(name, way, times):
+    assert REFITS[name].other(way).wall_ms.median / REFITS[name].wall_ms.median >= times
+
+
+def test_vllms_own_reload_takes_ten_times_as_long_without_the_flush():
+    found = REFITS["vllm"]
+    assert found.other("reload_weights").wall_ms.median / found.plan_fill_verify_ms.median >= 10
+
+
+def test_host_work_is_a_microsecond_a_tensor():
+    assert REFITS["experts"].host_ms.median <= 10 + 1e-3 * REFITS["experts"].num_tensors
