@@ -12,7 +12,7 @@ from fp8refit.kernels.reference import dequantize_reference
 from fp8refit.kernels.reference_table import fits_scale_format
 from fp8refit.kernels.table import compile_table, join_tables
 from fp8refit.kernels.work import Action, Task, WorkTable
-from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.formats import FLOAT_SCALES, BlockFormat, ScaleFormat
 from fp8refit.live.slots import FP8_DTYPE, SOURCE_DTYPES, Op
 from fp8refit.live.storage import why_unreadable
 
@@ -28,6 +28,8 @@ __all__ = [
     "quantize_activations",
     "quantize_blockwise",
 ]
+
+_SCALE_DTYPES = torch.float32, torch.uint8
 
 
 def quantize_blockwise(
@@ -49,13 +51,14 @@ def quantize_blockwise(
 
     Args:
         weight: (N, K), bfloat16, float16 or float32, any strides, CPU or CUDA. float32 is quantized as it is.
-        format: `PER_ROW` or `PER_TENSOR` of `fp8refit.live.formats`, or another of its `BlockFormat`, in place of the next two.
+        format: `PER_ROW`, `PER_TENSOR` or `MXFP8` of `fp8refit.live.formats`, or another of its `BlockFormat`, in place of the
+            next two.
         block_size: Rows and columns of one block.
         scale_format: `"fp32"`, `"ue8m0"`, `"fp32_floored"`, `"fp32_reciprocal"` or `"fp32_dividing"`.
 
     Returns:
         Codes (N, K) float8_e4m3fn and scales (ceil(N / block_n), ceil(K / block_k)) float32, the multipliers that
-        dequantize (`weight_scale_inv` in a checkpoint).
+        dequantize (`weight_scale_inv` in a checkpoint). Scales of `MXFP8` are uint8: the exponent plus 127.
 
     Raises:
         TypeError: `weight` is not a tensor.
@@ -67,8 +70,8 @@ def quantize_blockwise(
         >>> scale
         tensor([[2., 2.]])
     """
-    if scale_format not in list(ScaleFormat):
-        raise ValueError(f"scale_format is {scale_format!r}; use one of {', '.join(map(repr, map(str, ScaleFormat)))}")
+    if scale_format not in FLOAT_SCALES:
+        raise ValueError(f"scale_format is {scale_format!r}; use one of {', '.join(map(repr, map(str, FLOAT_SCALES)))}")
     block_format = format or BlockFormat(scale_format=ScaleFormat(scale_format), block_size=block_size)
     _check_matrix("weight", weight)
     if problem := why_unreadable(weight):
@@ -113,7 +116,7 @@ def dequantize_blockwise(
 
     Args:
         codes: (N, K) float8_e4m3fn.
-        scale: (ceil(N / block_n), ceil(K / block_k)) float32.
+        scale: (ceil(N / block_n), ceil(K / block_k)) float32, or uint8 with the bits of E8M0 (MXFP8).
         block_size: Rows and columns of one block.
         dtype: dtype of the result.
 
@@ -126,10 +129,10 @@ def dequantize_blockwise(
     """
     _check_matrix("codes", codes)
     _check_matrix("scale", scale)
-    if codes.dtype != FP8_DTYPE or scale.dtype != torch.float32 or codes.device != scale.device:
+    if codes.dtype != FP8_DTYPE or scale.dtype not in _SCALE_DTYPES or codes.device != scale.device:
         raise ValueError(
             f"codes are {codes.dtype} on {codes.device}, scales {scale.dtype} on {scale.device}; they must be {FP8_DTYPE} and "
-            "torch.float32, on one device"
+            "torch.float32, or torch.uint8 (E8M0), on one device"
         )
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype is {dtype!r}; pass a torch.dtype, such as torch.bfloat16")

@@ -8,8 +8,8 @@ from torch import Tensor
 from fp8refit.live.formats import AmaxOver, BlockFormat, Codes, ScaleFormat
 
 E4M3_MAX = 448.0
-UE8M0_MANTISSA_464 = 0x680000
-"""Mantissa bits of 464 = 1.8125 * 2**8, the largest value that still rounds to 448 in E4M3."""
+_LEAST_POWER = 0x400000
+"""Bits of 2**-127, the only power of two in E8M0 that is denormal as float32."""
 
 
 def block_scales(amax: Tensor, block_format: BlockFormat) -> Tensor:
@@ -17,7 +17,7 @@ def block_scales(amax: Tensor, block_format: BlockFormat) -> Tensor:
 
     `fp32`, `fp32_floored` and `fp32_dividing`: `amax / 448`. `fp32_reciprocal`: `amax` times the float32 next to `1 / 448`.
     `ue8m0`: the smallest power of two `s` with `amax / s <= 464`, found from the exponent bits; with 464 instead of 448 vLLM's
-    requantization at boot leaves the codes as they are.
+    requantization at boot leaves the codes as they are. `mx_...`: see `ScaleFormat.power`; at least 2**-127.
     """
     match block_format.codes:
         case Codes.E4M3:
@@ -30,12 +30,26 @@ def block_scales(amax: Tensor, block_format: BlockFormat) -> Tensor:
             return amax / torch.full_like(amax, E4M3_MAX)
         case ScaleFormat.FP32_RECIPROCAL:
             return amax * torch.full_like(amax, 1 / E4M3_MAX)
-        case ScaleFormat.UE8M0:
+        case ScaleFormat.UE8M0 | ScaleFormat.MX_CEIL | ScaleFormat.MX_FLOOR | ScaleFormat.MX_UNIT:
+            assert block_format.scale_format.power is not None, f"{block_format=}"
+            less, limit = block_format.scale_format.power
             bits = amax.view(torch.int32)
-            exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > UE8M0_MANTISSA_464).to(torch.int32)
-            return (exponent << 23).view(torch.float32)
+            exponent = (bits >> 23) - less + ((bits & 0x7FFFFF) > limit).to(torch.int32)
+            return torch.where(exponent > 0, exponent.clamp(max=254) << 23, _LEAST_POWER).view(torch.float32)
         case _:
             assert_never(block_format.scale_format)
+
+
+def stored_scales(scales: Tensor, scale_format: ScaleFormat) -> Tensor:
+    """Float32 scales in the dtype in which they are stored."""
+    return (scales.view(torch.int32) >> 23).to(torch.uint8) if scale_format.has_exponents else scales
+
+
+def scale_values(stored: Tensor) -> Tensor:
+    """The float32 scales of stored ones."""
+    if stored.dtype is not torch.uint8:
+        return stored
+    return torch.where(stored > 0, stored.to(torch.int32) << 23, _LEAST_POWER).view(torch.float32)
 
 
 def quantize_reference(
@@ -49,8 +63,8 @@ def quantize_reference(
         given: Scales to use instead of the blocks' own, such as those of whole rows of which `weight` is a part.
 
     Returns:
-        Codes (N, K) float8_e4m3fn, scales (ceil(N / block_n), ceil(K / block_k)) float32, and a 0-d bool tensor that
-        says whether any value is NaN or Inf (the codes of such a block mean nothing).
+        Codes (N, K) float8_e4m3fn, scales (ceil(N / block_n), ceil(K / block_k)) as they are stored, and a 0-d bool tensor
+        that says whether any value is NaN or Inf (the codes of such a block mean nothing).
     """
     block_n, block_k = _fitted(block_format.block_size, weight)
     (rows, cols), (num_n, num_k) = weight.shape, block_format.scale_shape(weight.shape)
@@ -65,12 +79,13 @@ def quantize_reference(
     scale = block_scales(amax, block_format) if given is None else given.view_as(amax)
     scaled = blocks / scale if block_format.scale_format.divides else blocks * (torch.ones_like(scale) / scale)
     codes = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(block_format.codes.dtype).view_as(padded)[:rows, :cols]
-    return codes.contiguous(), scale.view(num_n, num_k), ~torch.isfinite(amax).all()
+    stored = stored_scales(scale, block_format.scale_format)
+    return codes.contiguous(), stored.view(num_n, num_k), ~torch.isfinite(amax).all()
 
 
 def dequantize_reference(codes: Tensor, scale: Tensor, block_size: tuple[int, int]) -> Tensor:
     """`codes * scale` in float32."""
-    (rows, cols), (block_n, block_k) = codes.shape, _fitted(block_size, codes)
+    (rows, cols), (block_n, block_k), scale = codes.shape, _fitted(block_size, codes), scale_values(scale)
     expanded = scale.repeat_interleave(block_n, 0)[:rows].repeat_interleave(block_k, 1)[:, :cols]
     return codes.to(torch.float32) * expanded
 

@@ -3,18 +3,23 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import assert_never
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from fp8refit.kernels.merge import add_product
+from fp8refit.kernels.placement import put_codes, put_scales
 from fp8refit.kernels.products import LowRank
 from fp8refit.kernels.reference import block_scales, quantize_reference
 from fp8refit.kernels.work import Action, Task, WorkTable, assert_is_writable, is_empty
-from fp8refit.live.formats import ScaleFormat
+from fp8refit.live.formats import Placement, ScaleFormat
 from fp8refit.live.layout_guard import Addresses
 from fp8refit.live.slots import Op
+
+_NO_POWER = 255
+"""NaN in E8M0."""
 
 
 class ReferenceTable(WorkTable):
@@ -185,12 +190,23 @@ def _run_reference(task: Task, source: Tensor) -> bool:
         codes, scale, is_bad = quantize_reference(source, task.format, given)
         if task.columns is not None:
             codes = codes.narrow(1, task.columns[1], task.target.shape[1])
-        task.target.view(torch.uint8).copy_(codes.view(torch.uint8))
-        task.scale.copy_(scale)
+        match task.format.placement:
+            case Placement.ROW_MAJOR:
+                task.target.view(torch.uint8).copy_(codes.view(torch.uint8))
+                task.scale.copy_(scale)
+            case Placement.MARLIN:
+                put_codes(task.target.view(torch.uint8), codes.view(torch.uint8))
+                put_scales(task.scale, scale)
+            case _:
+                assert_never(task.format.placement)
         return bool(is_bad) and given is None
     if task.op is Op.COPY_CODES:
         task.target.view(torch.uint8).copy_(source.view(torch.uint8))
         return bool((source.view(torch.uint8) & 0x7F == 0x7F).any())
+    if task.op is Op.COPY_SCALES and task.format is not None and task.format.scale_format.has_exponents:
+        exponents = source.view(torch.uint8)
+        task.target.copy_(exponents)
+        return bool((exponents == _NO_POWER).any())
     values = source.to(task.target.dtype)
     task.target.copy_(values)
     if task.op is Op.COPY_SCALES and task.format is not None:

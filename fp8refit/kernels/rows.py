@@ -9,7 +9,7 @@ own, whose kernel is told so.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8refit.kernels.products import ALIGNED, ProductKind, fields_of, kind_of
 from fp8refit.kernels.work import ALIGNMENT_BYTES, Task, assert_is_writable, is_empty
-from fp8refit.live.formats import WHOLE, BlockFormat
+from fp8refit.live.formats import WHOLE, BlockFormat, Placement
 from fp8refit.live.slots import Op
 
 COPY_TILE = 2048
@@ -28,6 +28,10 @@ _MOST_PARTS = 8
 """Parts of the longest row that a program holds; it reads longer ones twice."""
 _TURNED_TILE = 16, 1 << 8
 """Rows and columns that a program loads at once of rows that lie as columns in memory."""
+_GROUPS_TILE = 64, 128
+"""Rows and columns that a program loads at once of a matrix with several scales per row."""
+_GROUPS = 16, 32, 64, 128
+"""How many columns such a scale may stand for."""
 _SHARED_TILE = 128, 128
 """Rows and columns that a program loads at once of a matrix whose scale is shared."""
 _MERGE_BLOCK = 128, 128
@@ -93,10 +97,19 @@ class Kind(NamedTuple):
         return self.format is not None and self.format.is_shared and self.op in (Op.MAXIMUM, Op.QUANTIZE)
 
     @property
+    def has_groups(self) -> bool:
+        """Whether it quantizes with several scales per row."""
+        if self.op is not Op.QUANTIZE or self.format is None or self.product is not None:
+            return False
+        return self.format.has_groups and self.format.block_size[1] in _GROUPS
+
+    @property
     def tile(self) -> tuple[int, int]:
         """Rows and columns of one tile."""
         if self.has_shared_scale:
             return _SHARED_TILE
+        if self.has_groups:
+            return _GROUPS_TILE
         if self.op is not Op.QUANTIZE or self.format is None:
             return 1, COPY_TILE
         return (self.row_tile.rows, WHOLE) if self.row_tile is not None else self.format.block_size
@@ -234,8 +247,10 @@ def _rows_of(index: int, task: Task) -> list[tuple[Kind, Row, int]]:
         has_kernel = (
             has_rows or task.maximum is not None or (WHOLE not in task.format.block_size and task.columns is None)
         )
+        needs_groups = task.format.scale_format.has_exponents or task.format.is_tiled
+        has_kernel = has_kernel and (task.format.block_size[1] in _GROUPS or not needs_groups)
         assert has_kernel, f"{task.format}: no kernel takes one maximum of so many values"
-        pieces = [(box, task.target)]
+        pieces = [(box, _as_matrix(task.target, task.format))]
     elif task.op is Op.MAXIMUM:
         pieces = [(box, task.target.view(1, 1))]
     else:
@@ -277,6 +292,17 @@ def _rows_of(index: int, task: Task) -> list[tuple[Kind, Row, int]]:
         )
         rows.append((kind, row, source_at - task.source.data_ptr()))
     return rows
+
+
+def _as_matrix(target: Tensor, block_format: BlockFormat) -> Tensor:
+    """The codes of a matrix as two dimensions: rows, or rows of tiles, lie a stride of the first apart."""
+    match block_format.placement:
+        case Placement.ROW_MAJOR:
+            return target
+        case Placement.MARLIN:
+            return target.flatten(1)
+        case _:
+            assert_never(block_format.placement)
 
 
 def _row_tile(cols: int, strides: Sequence[int]) -> RowTile:

@@ -25,9 +25,13 @@ _BLOCKS_PER_MERGE = 2
 """Blocks per program if it adds a product first."""
 _ELEMENTS_PER_ROW_WARP = 1 << 10
 _COPY_WARPS = 4
+_NO_POWER = -1
+"""In place of `ScaleFormat.power`, if scales are no powers of two."""
 _TRITON_DTYPES = TRITON_DTYPES | {
     torch.float64: tl.float64,
     torch.float8_e4m3fn: tl.uint8,
+    torch.float8_e8m0fnu: tl.uint8,
+    torch.uint8: tl.uint8,
 }
 
 
@@ -38,6 +42,7 @@ class Check(IntEnum):
     CODES = 1
     SCALES = 2
     POWERS_OF_TWO = 3
+    EXPONENTS = 4
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -114,6 +119,19 @@ def launch_of(kind: Kind, device: torch.device, *, check: bool, action: Action) 
         }
         num_warps = max(tile.rows * tile.cols // _ELEMENTS_PER_ROW_WARP, _QUANTIZE_WARPS)
         return Launch(_quantize_rows, common | others | _arithmetic(kind.format), num_warps=num_warps)
+    if kind.has_groups:
+        assert kind.format is not None, f"{kind=}"
+        tile_n, tile_k = kind.tile
+        others = {
+            "TILE_N": tile_n,
+            "TILE_K": tile_k,
+            "GROUP": kind.format.block_size[1],
+            "HAS_EXPONENTS": kind.format.scale_format.has_exponents,
+            "IS_MARLIN": kind.format.is_tiled,
+            "ROUND_TO_BF16": kind.round_to_bf16,
+            "SATURATES": saturates,
+        }
+        return Launch(_quantize_groups, common | others | _arithmetic(kind.format), num_warps=_QUANTIZE_WARPS)
     if kind.op in (Op.QUANTIZE, Op.MAXIMUM):
         assert kind.format is not None, f"{kind=}"
         block_n, block_k = kind.tile
@@ -141,6 +159,7 @@ def launch_of(kind: Kind, device: torch.device, *, check: bool, action: Action) 
     rule = Check.CODES if kind.op is Op.COPY_CODES else Check.FINITE
     if kind.op is Op.COPY_SCALES and kind.format is not None:
         rule = Check.POWERS_OF_TWO if kind.format.scale_format.has_powers_of_two else Check.SCALES
+        rule = Check.EXPONENTS if kind.format.scale_format.has_exponents else rule
     constants = common | {"TILE": COPY_TILE, "RULE": int(rule)}
     return Launch(_copy_tiles, constants, num_warps=_COPY_WARPS)
 
@@ -157,17 +176,24 @@ def _arithmetic(block_format: BlockFormat) -> dict[str, Any]:
             pass
         case _:
             assert_never(block_format.amax_over)
-    match block_format.scale_format:
-        case ScaleFormat.FP32 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_DIVIDING:
-            rule = {"IS_UE8M0": False, "IS_RECIPROCAL": False}
-        case ScaleFormat.FP32_RECIPROCAL:
-            rule = {"IS_UE8M0": False, "IS_RECIPROCAL": True}
-        case ScaleFormat.UE8M0:
-            rule = {"IS_UE8M0": True, "IS_RECIPROCAL": False}
-        case _:
-            assert_never(block_format.scale_format)
     scale_format = block_format.scale_format
-    return {**rule, "AMAX_FLOOR": scale_format.amax_floor, "DIVIDES": scale_format.divides}
+    match scale_format:
+        case ScaleFormat.FP32 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_DIVIDING:
+            is_reciprocal = False
+        case ScaleFormat.FP32_RECIPROCAL:
+            is_reciprocal = True
+        case ScaleFormat.UE8M0 | ScaleFormat.MX_CEIL | ScaleFormat.MX_FLOOR | ScaleFormat.MX_UNIT:
+            is_reciprocal = False
+        case _:
+            assert_never(scale_format)
+    less, limit = scale_format.power or (_NO_POWER, 0)
+    return {
+        "LESS": less,
+        "LIMIT": limit,
+        "IS_RECIPROCAL": is_reciprocal,
+        "AMAX_FLOOR": scale_format.amax_floor,
+        "DIVIDES": scale_format.divides,
+    }
 
 
 @triton.jit
@@ -186,13 +212,15 @@ def _amax_bits(x):
 
 
 @triton.jit
-def _scale_of(amax_bits, IS_UE8M0: tl.constexpr, IS_RECIPROCAL: tl.constexpr, AMAX_FLOOR: tl.constexpr):
+def _scale_of(
+    amax_bits, LESS: tl.constexpr, LIMIT: tl.constexpr, IS_RECIPROCAL: tl.constexpr, AMAX_FLOOR: tl.constexpr
+):
     """The scale for a largest magnitude, or for several, as `reference.block_scales` computes it."""
     amax = tl.maximum(amax_bits.to(tl.float32, bitcast=True), AMAX_FLOOR)
-    if IS_UE8M0:
+    if LESS >= 0:
         bits = amax.to(tl.int32, bitcast=True)
-        exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x680000).to(tl.int32)
-        s = (exponent << 23).to(tl.float32, bitcast=True)
+        exponent = (bits >> 23) - LESS + ((bits & 0x7FFFFF) > LIMIT).to(tl.int32)
+        s = tl.where(exponent > 0, tl.minimum(exponent, 254) << 23, 0x400000).to(tl.float32, bitcast=True)
     elif IS_RECIPROCAL:
         s = amax * (1 / 448)
     else:
@@ -240,7 +268,7 @@ def _quantize_tiles(
     matrix, tile_rows, status, differs, products, shift: tl.int64, first_tile, num_tiles, NUM_BLOCKS: tl.constexpr,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-    IS_UE8M0: tl.constexpr, IS_RECIPROCAL: tl.constexpr, AMAX_FLOOR: tl.constexpr, DIVIDES: tl.constexpr,
+    LESS: tl.constexpr, LIMIT: tl.constexpr, IS_RECIPROCAL: tl.constexpr, AMAX_FLOOR: tl.constexpr, DIVIDES: tl.constexpr,
     ROUND_TO_BF16: tl.constexpr, RAISES: tl.constexpr, IS_SHARED: tl.constexpr,
     SATURATES: tl.constexpr, IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr, WRITE: tl.constexpr, COMPARE: tl.constexpr,
     LOW_DTYPE: tl.constexpr, STEP: tl.constexpr, IS_ONE_STEP: tl.constexpr, IS_RANK_ALIGNED: tl.constexpr,
@@ -251,7 +279,7 @@ def _quantize_tiles(
         if first + index < num_tiles:
             _quantize_tile(
                 matrix, tile_rows, status, differs, products, shift, first_tile + first + index, SOURCE, TARGET, NUM_FIELDS,
-                BLOCK_N, BLOCK_K, TILE_N, TILE_K, IS_UE8M0, IS_RECIPROCAL, AMAX_FLOOR, DIVIDES, ROUND_TO_BF16, RAISES,
+                BLOCK_N, BLOCK_K, TILE_N, TILE_K, LESS, LIMIT, IS_RECIPROCAL, AMAX_FLOOR, DIVIDES, ROUND_TO_BF16, RAISES,
                 IS_SHARED, SATURATES, IS_ALIGNED, CHECK, WRITE, COMPARE, LOW_DTYPE, STEP, IS_ONE_STEP, IS_RANK_ALIGNED,
             )  # fmt: skip
 
@@ -261,7 +289,7 @@ def _quantize_tile(
     matrix, tile_rows, status, differs, products, shift, tile,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-    IS_UE8M0: tl.constexpr, IS_RECIPROCAL: tl.constexpr, AMAX_FLOOR: tl.constexpr, DIVIDES: tl.constexpr,
+    LESS: tl.constexpr, LIMIT: tl.constexpr, IS_RECIPROCAL: tl.constexpr, AMAX_FLOOR: tl.constexpr, DIVIDES: tl.constexpr,
     ROUND_TO_BF16: tl.constexpr, RAISES: tl.constexpr, IS_SHARED: tl.constexpr,
     SATURATES: tl.constexpr, IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr, WRITE: tl.constexpr, COMPARE: tl.constexpr,
     LOW_DTYPE: tl.constexpr, STEP: tl.constexpr, IS_ONE_STEP: tl.constexpr, IS_RANK_ALIGNED: tl.constexpr,
@@ -321,7 +349,7 @@ def _quantize_tile(
     elif WRITE or COMPARE:
         if IS_SHARED:
             amax_bits = tl.load(tl.load(row + 14).to(tl.pointer_type(tl.int32)))
-        s = _scale_of(amax_bits, IS_UE8M0, IS_RECIPROCAL, AMAX_FLOOR)
+        s = _scale_of(amax_bits, LESS, LIMIT, IS_RECIPROCAL, AMAX_FLOOR)
         code = _code_of(x, s, DIVIDES, SATURATES)
         target_at = target + first_n.to(tl.int64) * target_row + first_k
         target_at += n[:, None] * target_row + k[None, :]
@@ -354,7 +382,7 @@ def _part_of_rows(source_at, first_k, source_col, is_row, k, end, VALUES: tl.con
 def _quantize_rows(
     matrix, tile_rows, status, differs, products, shift: tl.int64, first_tile, num_tiles,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-    IS_UE8M0: tl.constexpr, IS_RECIPROCAL: tl.constexpr, AMAX_FLOOR: tl.constexpr, DIVIDES: tl.constexpr,
+    LESS: tl.constexpr, LIMIT: tl.constexpr, IS_RECIPROCAL: tl.constexpr, AMAX_FLOOR: tl.constexpr, DIVIDES: tl.constexpr,
     ROUND_TO_BF16: tl.constexpr, SATURATES: tl.constexpr, IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr,
     WRITE: tl.constexpr, COMPARE: tl.constexpr, NUM_PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -405,7 +433,7 @@ def _quantize_rows(
     if CHECK:
         tl.store(status + tl.load(row + 11), 1, mask=tl.max(amax_bits, axis=0) >= 0x7F800000)
     if WRITE or COMPARE:
-        s = _scale_of(amax_bits, IS_UE8M0, IS_RECIPROCAL, AMAX_FLOOR)
+        s = _scale_of(amax_bits, LESS, LIMIT, IS_RECIPROCAL, AMAX_FLOOR)
         scale_at = scale + (first_n + n) * scale_row
         num_other, num_scales = 0, 0
         if COMPARE:
@@ -432,6 +460,90 @@ def _quantize_rows(
         if COMPARE:
             _add_count(differs, tl.load(row + 11), 0, num_other)
             _add_count(differs, tl.load(row + 11), 1, num_scales)
+
+
+@triton.jit(do_not_specialize=["shift", "first_tile", "num_tiles"])
+def _quantize_groups(
+    matrix, tile_rows, status, differs, products, shift: tl.int64, first_tile, num_tiles,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    GROUP: tl.constexpr, HAS_EXPONENTS: tl.constexpr, IS_MARLIN: tl.constexpr,
+    LESS: tl.constexpr, LIMIT: tl.constexpr, IS_RECIPROCAL: tl.constexpr, AMAX_FLOOR: tl.constexpr, DIVIDES: tl.constexpr,
+    ROUND_TO_BF16: tl.constexpr, SATURATES: tl.constexpr, IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr,
+    WRITE: tl.constexpr, COMPARE: tl.constexpr,
+):  # fmt: skip
+    """One program quantizes `TILE_K` columns of `TILE_N` rows, with a scale per `GROUP` columns. A tile of Marlin holds 64 rows
+    and 16 columns; see `placement`.
+    """
+    tile = first_tile + tl.program_id(0)
+    row = matrix + tl.load(tile_rows + tile).to(tl.int64) * NUM_FIELDS
+    source = (tl.load(row + 0) + shift).to(tl.pointer_type(SOURCE))
+    target = tl.load(row + 1).to(tl.pointer_type(tl.float8e4nv))
+    num_rows = tl.load(row + 3).to(tl.int32)
+    num_cols = tl.load(row + 4).to(tl.int32)
+    source_row = tl.load(row + 5)
+    source_col = tl.load(row + 6)
+    target_row = tl.load(row + 7)
+    scale_row = tl.load(row + 8)
+    local = (tile - tl.load(row + 9)).to(tl.int32)
+    tiles_per_row = tl.load(row + 10).to(tl.int32)
+    if IS_ALIGNED:
+        source = tl.multiple_of(source, 16)
+        target = tl.multiple_of(target, 16)
+        num_cols = tl.multiple_of(num_cols, 16)
+        source_row = tl.multiple_of(source_row, 16)
+        target_row = tl.multiple_of(target_row, 16)
+        source_col = 1
+
+    GROUPS: tl.constexpr = TILE_K // GROUP
+    VALUES: tl.constexpr = tl.bfloat16 if ROUND_TO_BF16 else SOURCE
+    n, k, group = tl.arange(0, TILE_N), tl.arange(0, TILE_K), tl.arange(0, GROUPS)
+    block_n = (local // tiles_per_row).to(tl.int64)
+    first_n, first_k = block_n * TILE_N, local % tiles_per_row * TILE_K
+    is_row = first_n + n < num_rows
+    mask = is_row[:, None] & (first_k + k < num_cols)[None, :]
+    source_at = source + first_n * source_row + first_k.to(tl.int64) * source_col
+    x = tl.load(source_at + n[:, None] * source_row + k[None, :] * source_col, mask=mask, other=0.0).to(VALUES)
+    most = tl.max(tl.reshape(_bits_to_compare(x), (TILE_N, GROUPS, GROUP)), axis=2)
+    is_short: tl.constexpr = VALUES.primitive_bitwidth == 16
+    amax_bits = _magnitude_bits(most.to(tl.int16).to(VALUES, bitcast=True)) if is_short else most
+    if CHECK:
+        tl.store(status + tl.load(row + 11), 1, mask=tl.max(tl.max(amax_bits, axis=1), axis=0) >= 0x7F800000)
+    if WRITE or COMPARE:
+        s = _scale_of(amax_bits, LESS, LIMIT, IS_RECIPROCAL, AMAX_FLOOR)
+        parts = tl.reshape(x.to(tl.float32), (TILE_N, GROUPS, GROUP))
+        code = _code_of(parts, tl.expand_dims(s, 2), DIVIDES, SATURATES)
+        if HAS_EXPONENTS:
+            scale = tl.load(row + 2).to(tl.pointer_type(tl.uint8))
+            stored = (s.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
+        else:
+            scale = tl.load(row + 2).to(tl.pointer_type(tl.float32))
+            stored = s
+        first_group = first_k // GROUP
+        is_group = (first_k + group * GROUP) < num_cols
+        if IS_MARLIN:
+            bits = tl.reshape(code.to(tl.int8, bitcast=True), (4, 2, 8, TILE_K // 16, 2, 4, 2))
+            placed = tl.reshape(tl.permute(bits, (3, 2, 5, 0, 1, 6, 4)), (TILE_K // 16, 1024))
+            code_2d = placed.to(tl.float8e4nv, bitcast=True)
+            at, place, place_of_scale = tl.arange(0, TILE_K // 16), tl.arange(0, 1024), tl.arange(0, 64)
+            target_at = target + (first_k // 16 + at)[:, None] * target_row + block_n * 1024 + place[None, :]
+            mask = (first_k + at * 16 < num_cols)[:, None] & (place >= 0)[None, :]
+            scales = tl.reshape(tl.permute(tl.reshape(stored, (2, 2, 2, 8, GROUPS)), (4, 3, 0, 2, 1)), (GROUPS, 64))
+            scale_at = scale + (first_group + group)[:, None] * scale_row + block_n * 64 + place_of_scale[None, :]
+            is_scale = is_group[:, None] & (place_of_scale >= 0)[None, :]
+        else:
+            code_2d = tl.reshape(code, (TILE_N, TILE_K))
+            target_at = target + first_n * target_row + first_k + n[:, None] * target_row + k[None, :]
+            scales = stored
+            scale_at = scale + (first_n + n)[:, None] * scale_row + (first_group + group)[None, :]
+            is_scale = is_row[:, None] & is_group[None, :]
+        num_other = _put_codes(code_2d, target_at, mask, WRITE, COMPARE)
+        if COMPARE:
+            held = tl.load(scale_at, mask=is_scale, other=0)
+            num_scales = tl.sum(tl.sum(((_bits(held) != _bits(scales)) & is_scale).to(tl.int32), axis=1), axis=0)
+            _add_count(differs, tl.load(row + 11), 0, num_other)
+            _add_count(differs, tl.load(row + 11), 1, num_scales)
+        if WRITE:
+            tl.store(scale_at, scales, mask=is_scale)
 
 
 @triton.jit
@@ -491,6 +603,8 @@ def _copy_tiles(
             is_bad = _magnitude_bits(value) >= 0x7F800000
         elif RULE == 1:
             is_bad = (value & 0x7F) == 0x7F
+        elif RULE == 4:
+            is_bad = value == 0xFF
         else:
             bits = value.to(tl.int32, bitcast=True)
             is_bad = (bits <= 0) | (bits > 0x7B800000)  # 2^120; see `fits_scale_format`

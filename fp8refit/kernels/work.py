@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8refit.kernels.products import LowRank
-from fp8refit.live.formats import BlockFormat, Placement
+from fp8refit.live.formats import MARLIN_TILE, BlockFormat, Placement
 from fp8refit.live.layout_guard import Addresses
 from fp8refit.live.slots import Op
 
@@ -77,7 +77,12 @@ class Task:
         """Shape of the box."""
         if self.box_shape is not None:
             return self.box_shape
-        shape = tuple(self.target.shape)
+        is_coded = self.op in (Op.QUANTIZE, Op.COPY_CODES) and self.format is not None
+        shape = (
+            self.format.shape_of(self.target.shape)
+            if self.format is not None and is_coded
+            else tuple(self.target.shape)
+        )
         return shape if self.columns is None else (*shape[:-1], self.columns[0])
 
     def box(self, source: Tensor) -> Tensor:
@@ -222,5 +227,8 @@ def assert_is_writable(task: Task) -> None:
     match task.format.placement:
         case Placement.ROW_MAJOR:
             pass
+        case Placement.MARLIN:
+            assert task.op is Op.QUANTIZE and task.format.has_groups, f"{task.op=} {task.format=}"
+            assert task.target.ndim == 3 and task.target.shape[-1] == prod(MARLIN_TILE), f"{task.target.shape=}"
         case _:
             assert_never(task.format.placement)

@@ -12,6 +12,8 @@ from typing import assert_never
 import torch
 from pydantic import ConfigDict
 
+MARLIN_TILE = 64, 16
+"""Rows and columns of one of Marlin's tiles."""
 WHOLE = 2**31 - 1
 """A side of a block that is as long as the matrix: `(1, WHOLE)` is one scale per row, `(WHOLE, WHOLE)` one for all."""
 
@@ -51,6 +53,12 @@ class ScaleFormat(StrEnum):
     FP32_DIVIDING = "fp32_dividing"
     """As FP32, with the floor of vLLM's quantizer per channel. Codes are values divided by the scale, not multiplied by its
     reciprocal."""
+    MX_CEIL = "mx_ceil"
+    """Bytes of E8M0, 127 more than the exponent of a power of two: the smallest one with `amax / scale <= 448`."""
+    MX_FLOOR = "mx_floor"
+    """Bytes of E8M0: the largest power of two that is at most `amax`, over 256, as OCP has it. Codes are at most 448."""
+    MX_UNIT = "mx_unit"
+    """Bytes of E8M0: the largest power of two that is at most `amax`."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,6 +72,27 @@ class ScaleFormat(StrEnum):
                 | ScaleFormat.FP32_DIVIDING
             ):
                 return torch.float32
+            case ScaleFormat.MX_CEIL | ScaleFormat.MX_FLOOR | ScaleFormat.MX_UNIT:
+                return torch.uint8
+            case _:
+                assert_never(self)
+
+    @property
+    def power(self) -> tuple[int, int] | None:
+        """How the exponent of a scale that is a power of two follows from that of `amax`: it is this much less, and one more if
+        the 23 bits of the mantissa of `amax` are above the second number. None for other scales.
+        """
+        match self:
+            case ScaleFormat.UE8M0:
+                return 8, 0x680000  # 464 = 1.8125 * 2**8 is the largest value that still rounds to 448 in E4M3
+            case ScaleFormat.MX_CEIL:
+                return 8, 0x600000  # 448 = 1.75 * 2**8
+            case ScaleFormat.MX_FLOOR:
+                return 8, 0x7FFFFF
+            case ScaleFormat.MX_UNIT:
+                return 0, 0x7FFFFF
+            case ScaleFormat.FP32 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_RECIPROCAL | ScaleFormat.FP32_DIVIDING:
+                return None
             case _:
                 assert_never(self)
 
@@ -77,19 +106,20 @@ class ScaleFormat(StrEnum):
                 return 1e-4
             case ScaleFormat.FP32_DIVIDING:
                 return 2.0**-9
+            case ScaleFormat.MX_CEIL | ScaleFormat.MX_FLOOR | ScaleFormat.MX_UNIT:
+                return 2.0**-126
             case _:
                 assert_never(self)
 
     @property
     def has_powers_of_two(self) -> bool:
         """Whether every scale is a power of two, those of a kernel's other operand too."""
-        match self:
-            case ScaleFormat.UE8M0:
-                return True
-            case ScaleFormat.FP32 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_RECIPROCAL | ScaleFormat.FP32_DIVIDING:
-                return False
-            case _:
-                assert_never(self)
+        return self.power is not None
+
+    @property
+    def has_exponents(self) -> bool:
+        """Whether bytes of E8M0 are stored, not float32."""
+        return self.dtype is torch.uint8
 
     @property
     def divides(self) -> bool:
@@ -97,10 +127,22 @@ class ScaleFormat(StrEnum):
         match self:
             case ScaleFormat.FP32_DIVIDING:
                 return True
-            case ScaleFormat.FP32 | ScaleFormat.UE8M0 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_RECIPROCAL:
+            case (
+                ScaleFormat.FP32
+                | ScaleFormat.UE8M0
+                | ScaleFormat.FP32_FLOORED
+                | ScaleFormat.FP32_RECIPROCAL
+                | ScaleFormat.MX_CEIL
+                | ScaleFormat.MX_FLOOR
+                | ScaleFormat.MX_UNIT
+            ):
                 return False
             case _:
                 assert_never(self)
+
+
+FLOAT_SCALES = tuple(each for each in ScaleFormat if not each.has_exponents)
+"""Formats whose scales are float32, over blocks of any size."""
 
 
 class AmaxOver(StrEnum):
@@ -128,6 +170,9 @@ class Placement(StrEnum):
 
     ROW_MAJOR = "row_major"
     """In rows, as checkpoints hold them."""
+    MARLIN = "marlin"
+    """In Marlin's tiles of 64 rows and 16 columns, (K / 16, N / 64, 1024); scales as (blocks per row, N / 64, 64). In a
+    tile, the bits of a place are those of row and column in another order; see `kernels/placement.py`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,6 +194,8 @@ class BlockFormat:
         if not is_pair or not all(isinstance(side, int) and side >= 1 for side in self.block_size):
             raise ValueError(f"block_size is {sides!r}; it must be two whole numbers of at least 1")
         object.__setattr__(self, "block_size", tuple(self.block_size))
+        if self.scale_format.has_exponents and not self.has_groups:
+            raise ValueError(f"block_size is {sides!r}; scales of E8M0 are those of several blocks per row, as (1, 32)")
         if self.block_size[0] != 1 and not self.is_shared and self.amax_over.reaches_beyond:
             raise ValueError(
                 f"block_size is {sides!r}; a block of which ranks hold parts has one row, or is the matrix"
@@ -163,6 +210,33 @@ class BlockFormat:
     def is_shared(self) -> bool:
         """Whether it has one scale per weight, which all matrices that are fused into one share."""
         return self.block_size == (WHOLE, WHOLE)
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether it has several scales per row."""
+        return self.block_size[0] == 1 and self.block_size[1] != WHOLE
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether codes lie in tiles of a kernel's own, not in rows."""
+        match self.placement:
+            case Placement.ROW_MAJOR:
+                return False
+            case Placement.MARLIN:
+                return True
+            case _:
+                assert_never(self.placement)
+
+    def shape_of(self, weight: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a matrix, or of a stack of them, that is held in memory of some shape."""
+        match self.placement:
+            case Placement.ROW_MAJOR:
+                return tuple(weight)
+            case Placement.MARLIN:
+                *stack, columns, rows, _ = weight
+                return (*stack, rows * MARLIN_TILE[0], columns * MARLIN_TILE[1])
+            case _:
+                assert_never(self.placement)
 
     @property
     def row_step(self) -> int:
@@ -218,6 +292,8 @@ class BlockFormat:
 
 PER_ROW = BlockFormat(block_size=(1, WHOLE), scale_format=ScaleFormat.FP32_DIVIDING, amax_over=AmaxOver.WHOLE_BLOCK)
 """FP8 per channel, as vLLM quantizes it: one scale per row, whichever part of the row a rank holds."""
+MXFP8 = BlockFormat(block_size=(1, 32), scale_format=ScaleFormat.MX_CEIL)
+"""MXFP8 as vLLM quantizes it since 0.32; the rule of its scales is another one in other versions."""
 PER_TENSOR = BlockFormat(block_size=(WHOLE, WHOLE), amax_over=AmaxOver.WHOLE_BLOCK)
 """FP8 per tensor, as vLLM quantizes it: one scale per weight, whichever part of it a rank holds."""
 
@@ -294,6 +370,8 @@ def quantization_config(
             | ScaleFormat.FP32_DIVIDING
         ):
             return _config_of_fp8(block_format, names, container)
+        case ScaleFormat.MX_CEIL | ScaleFormat.MX_FLOOR | ScaleFormat.MX_UNIT:
+            raise ValueError(f"checkpoints with {block_format} are not written; use one scale per row or block")
         case _:
             assert_never(block_format.scale_format)
 

@@ -126,6 +126,8 @@ def _why_not_placed(name: str, weight: Tensor, scale: Tensor, block_format: Bloc
     match block_format.placement:
         case Placement.ROW_MAJOR:
             return _why_not_row_major(name, weight, scale, block_format)
+        case Placement.MARLIN:
+            return f"its `{name}` lies in Marlin's tiles"
         case _:
             assert_never(block_format.placement)
 

@@ -11,12 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8refit import dequantize_blockwise, quantize_blockwise
 from fp8refit.kernels import quantize_activations
-from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.formats import FLOAT_SCALES, BlockFormat, ScaleFormat
 from fp8refit.training import precision
 from tests.training.precision.changes import OPTIMIZERS, WHOLE_CHANGES
 from tests.training.precision.models import layout_of, slot
 
-FORMATS = st.sampled_from([kind.value for kind in ScaleFormat])
+FORMATS = st.sampled_from([kind.value for kind in FLOAT_SCALES])
 SHAPES = st.sampled_from([(128, 128), (256, 130), (3, 200), (130, 257)])
 SEEDS = st.integers(0, 1 << 16)
 

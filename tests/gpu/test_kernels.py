@@ -8,14 +8,14 @@ from fp8refit.kernels import Maxima, quantize_activations
 from fp8refit.kernels.reference import dequantize_reference, quantize_reference
 from fp8refit.kernels.table import compile_table
 from fp8refit.kernels.work import Task
-from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.formats import FLOAT_SCALES, BlockFormat, ScaleFormat
 from fp8refit.live.slots import Op
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 SHAPES = [(1, 1), (127, 129), (128, 128), (129, 127), (256, 384), (1, 4096), (300, 272), (4096, 11008)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-FORMATS = [scale_format.value for scale_format in ScaleFormat]
+FORMATS = [scale_format.value for scale_format in FLOAT_SCALES]
 BLOCKS = [(128, 128), (64, 64), (1, 128), (32, 128), (96, 80)]
 
 

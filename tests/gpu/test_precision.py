@@ -17,7 +17,7 @@ from torch import nn
 
 from fp8refit import dequantize_blockwise, quantize_blockwise
 from fp8refit.kernels import quantize_activations
-from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.formats import FLOAT_SCALES, BlockFormat
 from fp8refit.training import precision
 from fp8refit.training.precision.products import has_fp8_products
 from tests.gpu.scripts import RESULTS, card, run_scenario
@@ -51,7 +51,7 @@ def needs_products():
         pytest.skip("needs torchao and a GPU that multiplies block FP8")
 
 
-@pytest.mark.parametrize("scale_format", list(ScaleFormat))
+@pytest.mark.parametrize("scale_format", FLOAT_SCALES)
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("tokens", [1, 100, 512])
 def test_products_and_gradients_are_those_of_the_definition(needs_products, scale_format, compiles, tokens):
@@ -78,7 +78,7 @@ def test_products_and_gradients_are_those_of_the_definition(needs_products, scal
 
 def test_codes_on_the_gpu_are_those_of_the_cpu():
     torch.manual_seed(1)
-    for scale_format in ScaleFormat:
+    for scale_format in FLOAT_SCALES:
         like = layout_of([slot("0.weight", (768, 640), scale_format)])
         model = nn.Sequential(nn.Linear(640, 768, bias=False))
         expected = quantize_blockwise(model[0].weight.bfloat16(), scale_format=scale_format)

@@ -24,7 +24,7 @@ from fp8refit.kernels.triton_groups import quantize_groups
 from fp8refit.kernels.triton_merge import add_product_triton, add_products_triton
 from fp8refit.kernels.triton_table import TritonTable
 from fp8refit.kernels.work import Action, Task
-from fp8refit.live.formats import PER_ROW, PER_TENSOR, BlockFormat, ScaleFormat
+from fp8refit.live.formats import MXFP8, PER_ROW, PER_TENSOR, BlockFormat, Placement, ScaleFormat
 from fp8refit.live.slots import Op
 
 
@@ -79,6 +79,8 @@ def main() -> None:
             launch_all([rows_task(torch.zeros(4, columns, dtype=dtype))])
         launch_all([rows_task(torch.zeros(4096, 4, dtype=dtype).t())])
         launch_all(shared_tasks(torch.zeros(4, 4096, dtype=dtype)))
+        for placement in Placement:
+            launch_all([groups_task(torch.zeros(128, 256, dtype=dtype), placement)])
     for dtype in (torch.bfloat16, torch.float32):
         in_steps = LowRank(torch.zeros(256, 100, dtype=dtype), torch.zeros(100, 384, dtype=dtype), 0.5)
         launch_all([replace(task(Op.QUANTIZE, torch.zeros(256, 384).bfloat16()), product=in_steps)])
@@ -115,6 +117,22 @@ def rows_task(source: torch.Tensor) -> Task:
     target = torch.empty(source.shape).to(torch.float8_e4m3fn)
     scale = torch.empty(len(source), 1)
     return Task(op=Op.QUANTIZE, source=source, offset=(0, 0), target=target, scale=scale, format=PER_ROW)
+
+
+def groups_task(source: torch.Tensor, placement: Placement) -> Task:
+    """MXFP8."""
+    rows, columns = source.shape
+    block_format = replace(MXFP8, placement=placement)
+    shape = (columns // 16, rows // 64, 1024) if block_format.is_tiled else (rows, columns)
+    scales = (columns // 32, rows // 64, 64) if block_format.is_tiled else (rows, columns // 32)
+    return Task(
+        op=Op.QUANTIZE,
+        source=source,
+        offset=(0, 0),
+        target=torch.empty(shape).to(torch.float8_e4m3fn),
+        scale=torch.empty(scales, dtype=torch.uint8),
+        format=block_format,
+    )
 
 
 def shared_tasks(source: torch.Tensor) -> list[Task]:

@@ -32,7 +32,7 @@ def quantize_task(
         source=source,
         offset=offset,
         target=torch.full((rows, cols), 0x55, dtype=torch.uint8, device=source.device).view(FP8_DTYPE),
-        scale=torch.full(grid, -7.0, device=source.device),
+        scale=torch.full(grid, 7, dtype=scale_format.dtype, device=source.device),
         format=block_format,
         round_to_bf16=round_to_bf16,
     )

@@ -14,7 +14,7 @@ from fp8refit.kernels.reference import block_scales, quantize_reference
 from fp8refit.kernels.reference_table import ReferenceTable
 from fp8refit.kernels.triton_table import TritonTable
 from fp8refit.kernels.work import Action, Task
-from fp8refit.live.formats import PER_ROW, PER_TENSOR, WHOLE, BlockFormat, ScaleFormat
+from fp8refit.live.formats import FLOAT_SCALES, PER_ROW, PER_TENSOR, WHOLE, BlockFormat, ScaleFormat
 from fp8refit.live.slots import FP8_DTYPE, SOURCE_DTYPES, Op
 from tests.kernels.tables import assert_same_as_reference, quantize_task
 
@@ -79,7 +79,7 @@ def test_kernel_equals_reference(shape, block_size, device):
 def test_kernel_equals_reference_with_one_row_a_block(shape, device):
     tasks = [
         quantize_task(random_matrix(*shape, dtype).to(device), block_size=(1, 128), scale_format=scale_format)
-        for dtype, scale_format in product(SOURCE_DTYPES, ScaleFormat)
+        for dtype, scale_format in product(SOURCE_DTYPES, FLOAT_SCALES)
     ]
     assert assert_same_as_reference(tasks) == []
 
@@ -217,7 +217,7 @@ def test_one_function_quantizes_with_one_scale(value, device):
 @pytest.mark.parametrize("value", SPECIALS.values(), ids=SPECIALS.keys())
 def test_kernel_equals_reference_on_special_blocks(value, device):
     tasks = []
-    for scale_format in ScaleFormat:
+    for scale_format in FLOAT_SCALES:
         uniform = torch.full((64, 64), value, device=device)
         alone = torch.zeros((64, 64), device=device)
         alone[-1, -1] = -value
@@ -241,7 +241,7 @@ def test_kernel_equals_reference_at_any_magnitude(data, device):
     task = quantize_task(
         weight.to(device),
         block_size=data.draw(st.sampled_from([*BLOCKS, (1, 128)] if rows < 10 else BLOCKS)),
-        scale_format=data.draw(st.sampled_from(list(ScaleFormat))),
+        scale_format=data.draw(st.sampled_from(FLOAT_SCALES)),
         round_to_bf16=data.draw(st.booleans()),
     )
     assert_same_as_reference([task])
@@ -298,7 +298,7 @@ def test_a_part_of_fused_storage_is_written_without_its_neighbours(device):
 def test_a_bad_value_flags_its_task_alone(value, dtype, device):
     weights = [random_matrix(129, 127, dtype, seed=seed).to(device) for seed in range(3)]
     weights[1][128, 126] = value
-    tasks = [quantize_task(weight, scale_format=scale_format) for scale_format in ScaleFormat for weight in weights]
+    tasks = [quantize_task(weight, scale_format=scale_format) for scale_format in FLOAT_SCALES for weight in weights]
     assert assert_same_as_reference(tasks) == [3 * number + 1 for number in range(len(ScaleFormat))]
 
 
@@ -448,7 +448,7 @@ FINITE_FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, min_v
 @given(
     values=st.lists(FINITE_FLOATS, min_size=1, max_size=12),
     top=st.floats(width=32, min_value=2.0**-20, max_value=2.0**20),
-    scale_format=st.sampled_from(list(ScaleFormat)),
+    scale_format=st.sampled_from(FLOAT_SCALES),
 )
 def test_reference_equals_exact_arithmetic(values, top, scale_format):
     # Near `top` the values share a block's range; far from it they saturate or vanish.
@@ -465,7 +465,7 @@ def test_reference_equals_exact_arithmetic(values, top, scale_format):
 
 
 @pytest.mark.parametrize("amax", [0.0, 1e-42, 1e-12, 1e-10, 1.1e-10, 1e-6, 9.9e-5, 1e-4, 1.01e-4])
-@pytest.mark.parametrize("scale_format", ScaleFormat)
+@pytest.mark.parametrize("scale_format", FLOAT_SCALES)
 def test_scales_near_the_floors_are_exact(scale_format, amax):
     amax = torch.tensor(amax)
     assert Fraction(block_scales(amax, BlockFormat(scale_format=scale_format)).item()) == exact_scale(

@@ -10,7 +10,7 @@ from fp8refit.kernels.table import compile_table, join_tables
 from fp8refit.kernels.triton_launch import Launch
 from fp8refit.kernels.triton_table import TritonTable, _Numbers
 from fp8refit.kernels.work import Action
-from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.formats import FLOAT_SCALES, BlockFormat, ScaleFormat
 from fp8refit.live.slots import FP8_DTYPE, Op
 from tests.kernels.tables import assert_same_as_reference, copy_task, quantize_task, storage_bytes, twin
 
@@ -111,7 +111,7 @@ def test_codes_that_are_nan_are_flagged(code, device):
         (float("nan"), set()),
     ],
 )
-@pytest.mark.parametrize("scale_format", ScaleFormat)
+@pytest.mark.parametrize("scale_format", FLOAT_SCALES)
 def test_scales_are_copied_bit_for_bit_and_judged_by_their_format(scale_format, value, fits, device):
     scales = torch.ones((3, 5), device=device)
     scales[2, 4] = value

@@ -22,6 +22,7 @@ from fp8refit.kernels.triton_groups import quantize_groups
 from fp8refit.kernels.triton_launch import _arithmetic
 from fp8refit.kernels.work import Task
 from fp8refit.live.formats import (
+    FLOAT_SCALES,
     PER_ROW,
     PER_TENSOR,
     WHOLE,
@@ -147,13 +148,15 @@ DECIDED = {
         read,
     ],
 }
+FITTING = {"scale_format": FLOAT_SCALES, "placement": [Placement.ROW_MAJOR]}
+"""Members that go with blocks of several rows; `test_groups_of_columns.py` has the others."""
 CASES = [(part, decide) for part, decisions in DECIDED.items() for decide in decisions]
 
 
 @pytest.mark.parametrize(("part", "decide"), CASES, ids=lambda each: each if isinstance(each, str) else "")
 def test_whoever_decides_by_a_part_of_a_format_refuses_one_that_it_does_not_know(part, decide):
     small = replace(SMALL, block_size=(1, 2)) if part == "amax_over" else SMALL
-    for known in PARTS[part]:
+    for known in FITTING.get(part, PARTS[part]):
         decide(replace(small, **{part: known}))
     with pytest.raises((AssertionError, ValidationError), match=rf"{PARTS[part].__name__}\.IMAGINARY"):
         decide(replace(small, **{part: imaginary(PARTS[part])}))

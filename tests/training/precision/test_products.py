@@ -6,12 +6,12 @@ from torch import nn
 
 from fp8refit import dequantize_blockwise, quantize_blockwise
 from fp8refit.kernels import quantize_activations
-from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.formats import FLOAT_SCALES, BlockFormat
 from fp8refit.training import precision
 from tests.kernels.interpreter import convert_float
 from tests.training.precision.models import layout_of, make_trainer, moe_layout, slot, ste
 
-FORMATS = list(ScaleFormat)
+FORMATS = FLOAT_SCALES
 
 
 def served_value(weight, scale_format):

@@ -9,12 +9,12 @@ from torch import nn
 
 from fp8refit import NonFiniteError, PrecisionError, Refitter, quantize_blockwise
 from fp8refit.kernels import Action
-from fp8refit.live.formats import ScaleFormat
+from fp8refit.live.formats import FLOAT_SCALES
 from fp8refit.training import correction, precision
 from tests.tiny_models import make_model
 from tests.training.precision.models import IDS, layout_of, loss_of, make_trainer, moe_layout, slot
 
-FORMATS = list(ScaleFormat)
+FORMATS = FLOAT_SCALES
 
 
 def make_refitter(scale_format="fp32", family="qwen3"):

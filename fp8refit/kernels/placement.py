@@ -1,0 +1,42 @@
+"""Where Marlin's kernels look for codes and scales, as views of their memory in the order of rows and columns.
+
+A tile of Marlin holds 64 rows and 16 columns. The place of a code in it has ten bits, which are those of row and column in
+another order: `r2 r1 r0 c2 c1 r5 r4 r3 c0 c3`, the highest first. The place of a scale among those of 64 rows has six:
+`r2 r1 r0 r5 r3 r4`. So each is a view with a dimension per run of bits. (`gptq_marlin_repack`, `marlin_permute_scales` and
+`mxfp8_marlin_process_scales` of vLLM.)
+"""
+
+from torch import Tensor
+
+CODE_BITS = (8, 4, 4, 2, 2, 2)
+"""Sizes of the runs of bits of a code's place: `r2..r0`, `c2 c1`, `r5 r4`, `r3`, `c0`, `c3`."""
+SCALE_BITS = (8, 2, 2, 2)
+"""Those of a scale's place: `r2..r0`, `r5`, `r3`, `r4`."""
+
+
+def codes_in_order(tiles: Tensor) -> Tensor:
+    """A view of codes in tiles (K / 16, N / 64, 1024) by the bits of rows, then of columns:
+    (N / 64, 4, 2, 8, K / 16, 2, 4, 2).
+    """
+    return _split(tiles, CODE_BITS).permute(1, 4, 5, 2, 0, 7, 3, 6)
+
+
+def scales_in_order(tiles: Tensor) -> Tensor:
+    """A view of scales (blocks, N / 64, 64) by the bits of rows, then by block: (N / 64, 2, 2, 2, 8, blocks)."""
+    return _split(tiles, SCALE_BITS).permute(1, 3, 5, 4, 2, 0)
+
+
+def _split(tiles: Tensor, bits: tuple[int, ...]) -> Tensor:
+    return tiles.view(*tiles.shape[:-1], *bits)
+
+
+def put_codes(tiles: Tensor, codes: Tensor) -> None:
+    """Write codes (N, K) to their places."""
+    into = codes_in_order(tiles)
+    into.copy_(codes.reshape(into.shape))
+
+
+def put_scales(tiles: Tensor, scales: Tensor) -> None:
+    """Write scales (N, blocks) to their places."""
+    into = scales_in_order(tiles)
+    into.copy_(scales.reshape(into.shape))
