@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from http import HTTPStatus
 from importlib.metadata import entry_points
 from inspect import currentframe, isawaitable, signature
@@ -15,10 +16,14 @@ from torch.distributed import ProcessGroup
 
 from fp8refit.driver.admission import refusal
 from fp8refit.errors import EngineDirtyError
+from fp8refit.kernels import quantize_blockwise
 from fp8refit.live.formats import PER_ROW, PER_TENSOR, AmaxOver, BlockFormat, ScaleFormat
 from fp8refit.live.seams import Seam, within
 from fp8refit.live.versions import Versions
 
+_MX_BLOCK = 32
+_MX_PROBE = 480.0
+"""A maximum of which each rule of MXFP8 makes another scale."""
 _DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 
@@ -301,7 +306,7 @@ def wants_powers_of_two(kernel: object | None) -> bool:
     return bool(flag)
 
 
-def block_format(module: Any, *, has_powers_of_two: bool) -> BlockFormat:
+def block_format(module: Any, *, has_powers_of_two: bool) -> BlockFormat | None:
     """The format of a layer whose kernel reads rows: with `fp8_per_block`, that of vLLM's own quantizer
     (`per_block_cast_to_fp8`).
 
@@ -314,6 +319,9 @@ def block_format(module: Any, *, has_powers_of_two: bool) -> BlockFormat:
         is_of_part = _is_online(module) and not hasattr(quant_utils, "amax_for_tp_weight_quant")
         scales = (each for name, each in module.named_parameters(recurse=False) if name.endswith("weight_scale"))
         scale = next(scales, None)
+        if scale is not None and scale.dtype is torch.uint8:
+            found = _mx_scales()
+            return None if found is None else BlockFormat(block_size=(1, _MX_BLOCK), scale_format=found)
         held = PER_TENSOR if scale is not None and scale.ndim < 2 else PER_ROW
         return replace(held, amax_over=AmaxOver.OWN_SLICE) if is_of_part else held
     scale_format = ScaleFormat.UE8M0 if has_powers_of_two else ScaleFormat.FP32
@@ -322,6 +330,23 @@ def block_format(module: Any, *, has_powers_of_two: bool) -> BlockFormat:
         scale_format = ScaleFormat.FP32_FLOORED if is_cpu else ScaleFormat.FP32_RECIPROCAL
     rows, columns = module.weight_block_size
     return BlockFormat(scale_format=scale_format, block_size=(int(rows), int(columns)))
+
+
+@cache
+def _mx_scales() -> ScaleFormat | None:
+    """How vLLM's own quantizer of MXFP8 makes a scale of a maximum, which its versions do in several ways: it is asked. None if
+    it is none of those that are known.
+    """
+    from vllm.model_executor.layers.quantization.utils.mxfp8_utils import mxfp8_e4m3_quantize
+
+    probe = torch.full((1, _MX_BLOCK), _MX_PROBE, dtype=torch.bfloat16)
+    codes, scale = mxfp8_e4m3_quantize(probe)
+    for each in ScaleFormat:
+        if each.has_exponents:
+            found = quantize_blockwise(probe, format=BlockFormat(block_size=(1, _MX_BLOCK), scale_format=each))
+            if torch.equal(found[1], scale) and torch.equal(found[0].view(torch.uint8), codes.view(torch.uint8)):
+                return each
+    return None
 
 
 def _is_online(module: Any) -> bool:

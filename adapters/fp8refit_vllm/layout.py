@@ -27,6 +27,7 @@ ROW_MAJOR_KERNELS = frozenset(
         "CutlassFP8ScaledMMLinearKernel",
         "CutlassFp8BlockScaledMMKernel",
         "DeepGemmFp8BlockScaledMMKernel",
+        "EmulationMxfp8LinearKernel",
         "FlashInferFp8BlockScaledMMKernel",
         "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
         "PerTensorTorchFP8ScaledMMLinearKernel",

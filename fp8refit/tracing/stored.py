@@ -37,7 +37,7 @@ def _is_scale_of_codes(module: nn.Module, key: str) -> bool:
     if scale is None or weight is None or scale is weight:
         return False
     is_scale = scale.ndim == weight.ndim or _is_of_matrices(scale, weight)
-    return weight.dtype is FP8_DTYPE and scale.dtype is torch.float32 and is_scale
+    return weight.dtype is FP8_DTYPE and scale.dtype in (torch.float32, torch.uint8) and is_scale
 
 
 def _codes_of(module: nn.Module, key: str) -> Tensor | None:
