@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from fp8refit.driver.admission import refusal
 from fp8refit.errors import EngineDirtyError
 from fp8refit.kernels import quantize_blockwise
-from fp8refit.live.formats import PER_ROW, PER_TENSOR, AmaxOver, BlockFormat, ScaleFormat
+from fp8refit.live.formats import PER_ROW, PER_TENSOR, AmaxOver, BlockFormat, Placement, ScaleFormat
 from fp8refit.live.seams import Seam, within
 from fp8refit.live.versions import Versions
 
@@ -319,9 +319,12 @@ def block_format(module: Any, *, has_powers_of_two: bool) -> BlockFormat | None:
         is_of_part = _is_online(module) and not hasattr(quant_utils, "amax_for_tp_weight_quant")
         scales = (each for name, each in module.named_parameters(recurse=False) if name.endswith("weight_scale"))
         scale = next(scales, None)
-        if scale is not None and scale.dtype is torch.uint8:
+        if scale is not None and scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
             found = _mx_scales()
-            return None if found is None else BlockFormat(block_size=(1, _MX_BLOCK), scale_format=found)
+            is_tiled = module.weight.dtype is torch.int32
+            placement = Placement.MARLIN if is_tiled else Placement.ROW_MAJOR
+            mx = BlockFormat(block_size=(1, _MX_BLOCK), scale_format=found or ScaleFormat.MX_CEIL, placement=placement)
+            return mx if found is not None else None
         held = PER_TENSOR if scale is not None and scale.ndim < 2 else PER_ROW
         return replace(held, amax_over=AmaxOver.OWN_SLICE) if is_of_part else held
     scale_format = ScaleFormat.UE8M0 if has_powers_of_two else ScaleFormat.FP32

@@ -35,7 +35,8 @@ ROW_MAJOR_KERNELS = frozenset(
     }
 )
 """vLLM kernels that read weights with scales per block or row in rows, as checkpoints hold them."""
-
+TILED_KERNELS = frozenset(("MarlinMxfp8LinearKernel",))
+"""Those that read tiles, in which the placement of a `BlockFormat` says where codes and scales are."""
 
 ROW_MAJOR_MARK = "reads_row_major_block_fp8"
 """Out-of-tree kernel classes set this attribute to True to declare the same."""
@@ -84,7 +85,7 @@ class VllmRules:
             return kernel_of_experts(module)
         kernel = linear_kernel(module)
         name, held = type(kernel).__name__, None
-        if name in ROW_MAJOR_KERNELS or getattr(kernel, ROW_MAJOR_MARK, False) is True:
+        if name in ROW_MAJOR_KERNELS or name in TILED_KERNELS or getattr(kernel, ROW_MAJOR_MARK, False) is True:
             held = block_format(module, has_powers_of_two=wants_powers_of_two(kernel))
         remedy = f"Add {name} to VLLM_DISABLED_KERNELS, or choose another with --linear-backend"
         return Kernel(name=name, format=held, remedy=remedy)

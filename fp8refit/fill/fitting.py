@@ -48,7 +48,7 @@ def fit_weight(meta: TensorMeta, slot: Slot, stack: Stacked | None = None, first
         return op
     if op is Op.COPY_CODES and is_transposed:
         return "is FP8 with rows and columns swapped; send it unquantized, or expert by expert"
-    offset, shape = _down(slot.origin, first_row), tuple(slot.weight.shape)
+    offset, shape = _down(slot.origin, first_row), slot.shape
     if op is Op.QUANTIZE and slot.format is not None and not slot.format.is_shared:
         first, length = slot.format.columns_read(offset[-1], shape[-1], slot.full_shape[-1])
         offset, shape = (*offset[:-1], first), (*shape[:-1], length)

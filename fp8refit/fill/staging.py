@@ -213,8 +213,8 @@ def _least_bytes(slot: Slot) -> int:
     """Bytes of the smallest piece that a slot's source can be cut into, in the widest dtype."""
     if slot.weight.ndim < 2:
         return slot.weight.numel() * 4
-    rows = 1 if slot.format is None else min(slot.format.row_step, slot.weight.shape[0])
-    *others, columns = slot.weight.shape[1:]
+    rows = 1 if slot.format is None else min(slot.format.row_step, slot.shape[0])
+    *others, columns = slot.shape[1:]
     if slot.format is not None:
         _, columns = slot.format.columns_read(slot.origin[-1], columns, slot.full_shape[-1])
     return rows * prod(others) * columns * 4

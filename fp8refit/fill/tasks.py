@@ -87,7 +87,7 @@ def bind(
 
 def _columns(step: Step, slot: Slot) -> tuple[int, int] | None:
     """See `Task.columns`: a step that quantizes may read whole blocks of which the slot holds a part."""
-    if step.op is not Op.QUANTIZE or step.shape == slot.weight.shape:
+    if step.op is not Op.QUANTIZE or step.shape == slot.shape:
         return None
     return step.shape[-1], slot.origin[-1] - step.offset[-1]
 

@@ -6,6 +6,9 @@ another order: `r2 r1 r0 c2 c1 r5 r4 r3 c0 c3`, the highest first. The place of 
 `mxfp8_marlin_process_scales` of vLLM.)
 """
 
+from math import prod
+
+import torch
 from torch import Tensor
 
 CODE_BITS = (8, 4, 4, 2, 2, 2)
@@ -40,3 +43,15 @@ def put_scales(tiles: Tensor, scales: Tensor) -> None:
     """Write scales (N, blocks) to their places."""
     into = scales_in_order(tiles)
     into.copy_(scales.reshape(into.shape))
+
+
+def codes_in_rows(tiles: Tensor) -> Tensor:
+    """A copy of codes in tiles as a matrix (N, K)."""
+    in_order = codes_in_order(tiles.view(torch.uint8))
+    return in_order.reshape(prod(in_order.shape[:4]), -1).view(tiles.dtype)
+
+
+def scales_in_rows(tiles: Tensor) -> Tensor:
+    """A copy of scales in tiles as a matrix (N, blocks)."""
+    in_order = scales_in_order(tiles)
+    return in_order.reshape(prod(in_order.shape[:5]), -1)

@@ -10,7 +10,7 @@ import torch
 from pydantic import BaseModel, PositiveInt, field_validator
 
 from fp8refit.errors import by_cause
-from fp8refit.live.formats import AmaxOver, BlockFormat, Container, ScaleFormat
+from fp8refit.live.formats import AmaxOver, BlockFormat, Container, Placement, ScaleFormat
 from fp8refit.live.names import is_kv_scale
 from fp8refit.live.slots import Inventory, KvCache, Slot, Stacked, dtype_name
 
@@ -37,6 +37,7 @@ class SlotLayout(BaseModel, frozen=True):
     """None if the slot is copied, not quantized."""
     block_size: tuple[PositiveInt, PositiveInt] | None
     amax_over: AmaxOver = AmaxOver.OWN_SLICE
+    placement: Placement = Placement.ROW_MAJOR
     shared_with: str = ""
     """The first of the tensors that share its scale; empty if the scale is its own."""
     kernel: str
@@ -49,7 +50,12 @@ class SlotLayout(BaseModel, frozen=True):
         """How it is held quantized; None if it is copied."""
         if self.scale_format is None or self.block_size is None:
             return None
-        return BlockFormat(scale_format=self.scale_format, block_size=self.block_size, amax_over=self.amax_over)
+        return BlockFormat(
+            scale_format=self.scale_format,
+            block_size=self.block_size,
+            amax_over=self.amax_over,
+            placement=self.placement,
+        )
 
     @classmethod
     def of(cls, slot: Slot, shared_with: str = "") -> Self:
@@ -58,12 +64,13 @@ class SlotLayout(BaseModel, frozen=True):
             name=slot.name,
             module=slot.module,
             full_shape=slot.full_shape,
-            shape=tuple(slot.weight.shape),
+            shape=slot.shape,
             offset=slot.origin,
             dtype=dtype_name(slot.weight.dtype),
             scale_format=slot.format.scale_format if slot.format is not None else None,
             block_size=slot.format.block_size if slot.format is not None else None,
             amax_over=slot.format.amax_over if slot.format is not None else AmaxOver.OWN_SLICE,
+            placement=slot.format.placement if slot.format is not None else Placement.ROW_MAJOR,
             shared_with=shared_with,
             kernel=slot.kernel,
             is_rearranged=slot.is_rearranged,

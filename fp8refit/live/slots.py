@@ -67,7 +67,7 @@ class TensorMeta:
 class Slot:
     """The place of one checkpoint tensor in one engine rank's live storage.
 
-    A rank holds the box of `weight`'s shape at `offset` in the checkpoint tensor. A tensor-parallel rank holds a range of
+    A rank holds the box of `shape` at `offset` in the checkpoint tensor. A tensor-parallel rank holds a range of
     rows or columns; a fused module has one slot per part.
     """
 
@@ -76,7 +76,7 @@ class Slot:
     full_shape: tuple[int, ...]
     """Shape of the whole checkpoint tensor."""
     weight: Tensor
-    """The live view to write: codes if the slot is quantized, else values in the engine's dtype."""
+    """The live view to write: codes if the slot is quantized, placed as its format says; else values in the engine's dtype."""
     offset: tuple[int, ...] = ()
     """Where this rank's slice starts in the checkpoint tensor; empty for the origin."""
     scale: Tensor | None = None
@@ -91,6 +91,11 @@ class Slot:
     """Whether a source may omit it, such as a KV scale."""
     is_rearranged: bool = False
     """Whether the engine holds it quantized in another order, so that checkpoint blocks do not map to its blocks."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the box of the checkpoint tensor, however `weight` holds it."""
+        return tuple(self.weight.shape) if self.format is None else self.format.shape_of(self.weight.shape)
 
     @property
     def is_quantized(self) -> bool:

@@ -15,6 +15,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from fp8refit.kernels.placement import codes_in_rows, scales_in_rows
 from fp8refit.kernels.reference import quantize_reference
 from fp8refit.live.formats import BlockFormat
 from fp8refit.live.slots import (
@@ -297,6 +298,8 @@ class _Trial:
             return _are_equal(tensor, weight) and _are_equal(loaded.get(held.twin_name + SCALE_SUFFIX), scale)
         block_format = self._rules.kernel_of(held.module).format
         assert block_format is not None, f"{held.twin_name=}"
+        if block_format.is_tiled:
+            weight, scale = codes_in_rows(weight), scales_in_rows(scale)
         matrices = (
             each if each.ndim == 3 else each[None] for each in (weight, scale, tensor.to(self._device, torch.bfloat16))
         )

@@ -35,6 +35,7 @@ from fp8refit.tracing.stored import (
     block_rows,
     blocks_of,
     box_of,
+    codes_of,
     is_plain,
     matrices,
     own_tensors,
@@ -127,7 +128,7 @@ class Reading:
             self._add_constant(prefix, name, own.pop(name))
         why = self._rules.why_refused(module)
         if why is None and own:
-            why = why_not_stored(self._rules, prefix, module, own) or self._why_not_loaded(prefix, own)
+            why = why_not_stored(self._rules, prefix, module, own) or self._why_not_loaded(prefix, module, own)
         if why is not None:
             self._refuse(prefix, module, why)
             return
@@ -259,9 +260,15 @@ class Reading:
     def _refuse(self, prefix: str, module: nn.Module, why: tuple[str, str]) -> None:
         self._refusals.append(Refusal(module=prefix or type(module).__name__, reason=why[0], remedy=why[1]))
 
-    def _why_not_loaded(self, prefix: str, own: Mapping[str, Tensor]) -> Why:
+    def _why_not_loaded(self, prefix: str, module: nn.Module, own: Mapping[str, Tensor]) -> Why:
         """Say why the live tensors are not those of the twin, each filled exactly once; None if they are."""
+        has_scales = any(name + SCALE_SUFFIX in own for name in own)
+        block_format = self._rules.kernel_of(module).format if has_scales else None
         for name, tensor in own.items():
+            is_coded = block_format is not None and name + SCALE_SUFFIX in own
+            shape = (
+                block_format.shape_of(tensor.shape) if block_format is not None and is_coded else tuple(tensor.shape)
+            )
             twin = self._twin.tensors.get(twin_name(prefix, name))
             is_scale = name.endswith(SCALE_SUFFIX)
             if is_scale and (twin is None or twin.dtype is tensor.dtype):
@@ -269,8 +276,8 @@ class Reading:
             if twin is None:
                 return f"holds `{name}`, which is not there when the model is built", "fp8refit does not know it yet"
             is_quantized_later = name + SCALE_SUFFIX in own and twin.dtype in SOURCE_DTYPES
-            if twin.shape != tuple(tensor.shape) or not (twin.dtype is tensor.dtype or is_quantized_later):
-                found = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+            if twin.shape != shape or not (twin.dtype is tensor.dtype or is_quantized_later):
+                found = f"{dtype_name(tensor.dtype)} {list(shape)}"
                 return f"holds `{name}` as {found}, and was built with {twin}", "fp8refit does not know its kernel yet"
             fault = self._fault_of(twin_name(prefix, name), twin)
             if fault is not None:
@@ -328,8 +335,10 @@ class Reading:
             self._container = self._container.or_other(block_format)
             if pieces is not None and name == TWO_HALVES and self._rules.swaps_halves(module):
                 pieces = with_halves_swapped(pieces, weight.shape[1])
-            if pieces is not None and all(are_matrices(boxes, weight.ndim) for _, boxes in pieces):
-                starts = block_rows([boxes for _, boxes in pieces], weight, scale, block_format)
+            shape = block_format.shape_of(weight.shape)
+            if pieces is not None and all(are_matrices(boxes, len(shape)) for _, boxes in pieces):
+                num_rows = shape[0] if block_format.is_tiled else scale.shape[-2]
+                starts = block_rows([boxes for _, boxes in pieces], shape, num_rows, block_format)
         zeros = [copy for copy in self._copies.get(self._twin.firsts[twin_name(prefix, name)], ()) if not copy.source]
         if scale is not None and zeros:
             reason = f"`{name}` is padded when it is loaded, and the scales of the padding are unknown"
@@ -392,7 +401,7 @@ class Reading:
             shape = full_stack[0], full_stack[1], full_stack[2]
             self._stacks[source] = Stacked(name=source, shape=shape, parts=parts, is_transposed=is_transposed)
             source, full_shape, read, dims = name, full_shape[1:], read[1:], dims[1:]
-        weight = box_of(tensor, boxes.into, dims)
+        weight = codes_of(tensor, boxes, dims, others.get("format"))
         starts = tuple(start for start, _ in read)
         offset = starts if any(starts) else ()
         return Slot(name=source, full_shape=full_shape, weight=weight, offset=offset, module=module, **others)

@@ -9,7 +9,7 @@ from typing import assert_never
 import torch
 from torch import Tensor, nn
 
-from fp8refit.live.formats import BlockFormat, Placement
+from fp8refit.live.formats import MARLIN_TILE, BlockFormat, Placement
 from fp8refit.live.names import name_of_scale
 from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, dtype_name
 from fp8refit.tracing.boxes import Boxes, Range
@@ -26,7 +26,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def own_name(module: nn.Module, key: str) -> str:
-    """The name of a module's tensor; scales of blocks and rows get one name, whatever the container."""
+    """The name of a module's tensor; scales of blocks and rows get one name, whatever the container and the placement."""
     is_scaled = getattr(module, "weight_block_size", None) is not None or _is_scale_of_codes(module, key)
     return name_of_scale(key) if is_scaled else key
 
@@ -36,8 +36,19 @@ def _is_scale_of_codes(module: nn.Module, key: str) -> bool:
     scale, weight = module._parameters.get(key), _codes_of(module, key)
     if scale is None or weight is None or scale is weight:
         return False
+    if _are_tiles(weight, scale):
+        return True
     is_scale = scale.ndim == weight.ndim or _is_of_matrices(scale, weight)
     return weight.dtype is FP8_DTYPE and scale.dtype in (torch.float32, torch.uint8) and is_scale
+
+
+def _are_tiles(weight: Tensor, scale: Tensor | None) -> bool:
+    """Whether a weight and its scales lie as Marlin's kernels read MXFP8: four codes in a word, (K / 16, 4 N); scales
+    (K / 32, N).
+    """
+    if scale is None or weight.dtype is not torch.int32 or scale.dtype is not torch.float8_e8m0fnu or scale.ndim != 2:
+        return False
+    return tuple(weight.shape) == (2 * scale.shape[0], 4 * scale.shape[1]) and scale.shape[1] % MARLIN_TILE[0] == 0
 
 
 def _codes_of(module: nn.Module, key: str) -> Tensor | None:
@@ -52,13 +63,17 @@ def _is_of_matrices(scale: Tensor, weight: Tensor) -> bool:
 
 def own_tensors(module: nn.Module, kinds: Iterable[str] = ("_parameters", "_buffers")) -> Iterator[tuple[str, Tensor]]:
     """Yield a module's parameters, then its buffers; scales of blocks and rows under one name and as rows and columns, whatever
-    the container, and codes as rows and columns, although a kernel may want their transpose.
+    the container, and codes as rows and columns, although a kernel may want their transpose; those in tiles as tiles.
     """
     for kind in kinds:
         for key, tensor in getattr(module, kind).items():
             if tensor is not None:
                 name, values, codes = own_name(module, key), tensor.data, _codes_of(module, key)
-                if name.endswith(SCALE_SUFFIX) and values.ndim == 4:
+                if _are_tiles(tensor, module._parameters.get(f"{key}_scale")):
+                    values = values.view(FP8_DTYPE).view(len(values), -1, prod(MARLIN_TILE))
+                elif codes is not None and codes is not tensor and _are_tiles(codes, tensor):
+                    values = values.view(torch.uint8).view(len(values), -1, MARLIN_TILE[0])
+                elif name.endswith(SCALE_SUFFIX) and values.ndim == 4:
                     values = values[:, 0, :, 0]
                 elif _is_transposed(module, key, values):
                     values = values.mT
@@ -127,7 +142,10 @@ def _why_not_placed(name: str, weight: Tensor, scale: Tensor, block_format: Bloc
         case Placement.ROW_MAJOR:
             return _why_not_row_major(name, weight, scale, block_format)
         case Placement.MARLIN:
-            return f"its `{name}` lies in Marlin's tiles"
+            rows, columns = block_format.shape_of(weight.shape)
+            expected = [columns // block_format.block_size[1], rows // MARLIN_TILE[0], MARLIN_TILE[0]]
+            is_placed = weight.is_contiguous() and scale.is_contiguous() and list(scale.shape) == expected
+            return None if is_placed else f"its `{name}` lies in other tiles than Marlin's"
         case _:
             assert_never(block_format.placement)
 
@@ -184,23 +202,31 @@ def with_halves_swapped(pieces: Sequence[tuple[Copy, Boxes]], rows: int) -> list
 
 
 def block_rows(
-    pieces: Sequence[Boxes], weight: Tensor, scale: Tensor, block_format: BlockFormat
+    pieces: Sequence[Boxes], shape: Sequence[int], num_rows: int, block_format: BlockFormat
 ) -> dict[int, int] | None:
     """Map the first row of each piece to its first row of blocks; None if a piece does not start and end on block
     borders.
 
     The halves of `w13_weight` have separate blocks, whatever their number of rows.
+
+    Args:
+        pieces: Boxes of the weight.
+        shape: That of the weight.
+        num_rows: Rows of scales.
+        block_format: Its format.
     """
-    rows, columns = weight.shape[-2:]
+    rows, columns = shape[-2:]
     block_n, block_k = block_format.block_size
     parts = {boxes.into[-2] for boxes in pieces}
     if block_format.is_shared:
         return dict.fromkeys((start for start, _ in parts), 0)
+    if block_format.is_tiled and any(number % MARLIN_TILE[0] for part in parts for number in part):
+        return None
     if not all(_is_on_grid(boxes.into[-1], block_k, columns) for boxes in pieces):
         return None
-    if scale.shape[-2] != -(-rows // block_n):
+    if num_rows != -(-rows // block_n):
         is_half = all(start % (rows // 2) == 0 and size == rows // 2 for start, size in parts)
-        return {start: start // (rows // 2) * (scale.shape[-2] // 2) for start, _ in parts} if is_half else None
+        return {start: start // (rows // 2) * (num_rows // 2) for start, _ in parts} if is_half else None
     return (
         {start: start // block_n for start, _ in parts} if all(_is_on_grid(p, block_n, rows) for p in parts) else None
     )
@@ -212,11 +238,37 @@ def _is_on_grid(part: Range, block: int, full: int) -> bool:
 
 
 def blocks_of(scale: Tensor, matrix: Boxes, starts: Mapping[int, int], block_format: BlockFormat) -> Tensor:
-    """Return the scales (block rows, block columns) of one matrix or a part of it."""
+    """Return the scales of one matrix or a part of it: (block rows, block columns), or as they are placed."""
     *experts, (row, rows), (column, columns) = matrix.into
     num_rows, num_columns = block_format.scale_shape((rows, columns))
     blocks = (starts[row], num_rows), (column // block_format.block_size[1], num_columns)
-    return box_of(scale, (*experts, *blocks), (-2, -1))
+    match block_format.placement:
+        case Placement.ROW_MAJOR:
+            return box_of(scale, (*experts, *blocks), (-2, -1))
+        case Placement.MARLIN:
+            return _in_tiles(scale, blocks[0], blocks[1])
+        case _:
+            assert_never(block_format.placement)
+
+
+def codes_of(weight: Tensor, boxes: Boxes, dims: Sequence[int | None], block_format: BlockFormat | None) -> Tensor:
+    """Return a box of a live weight: rows and columns, or as codes are placed."""
+    if block_format is None:
+        return box_of(weight, boxes.into, dims)
+    match block_format.placement:
+        case Placement.ROW_MAJOR:
+            return box_of(weight, boxes.into, dims)
+        case Placement.MARLIN:
+            rows, (column, columns) = boxes.into
+            return _in_tiles(weight, rows, (column // MARLIN_TILE[1], columns // MARLIN_TILE[1]))
+        case _:
+            assert_never(block_format.placement)
+
+
+def _in_tiles(tensor: Tensor, rows: Range, steps: Range) -> Tensor:
+    """Return what a tensor (steps along rows, rows / 64, ...) has of some rows, which are whole tiles, and steps."""
+    (row, num_rows), (step, num_steps), side = rows, steps, MARLIN_TILE[0]
+    return tensor[step : step + num_steps, row // side : (row + num_rows) // side]
 
 
 def box_of(tensor: Tensor, box: Sequence[Range], dims: Sequence[int | None]) -> Tensor:
