@@ -102,6 +102,8 @@ def _weight_op(meta: TensorMeta, slot: Slot) -> Op | str:
     if meta.dtype == FP8_DTYPE:
         if slot.format is None or slot.format.codes.dtype != meta.dtype:
             return f"is FP8, but this engine holds it as {dtype_name(slot.weight.dtype)}; send it unquantized"
+        if slot.format.scale_format.has_exponents:
+            return "is FP8, but this engine holds it as MXFP8; send it unquantized"
         if slot.format.is_shared:
             return "is FP8, but this engine holds it with one scale, maybe also for others; send it unquantized"
         return Op.COPY_CODES

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import assert_never
 
 import torch
 from torch import Tensor
 
 from fp8refit.kernels import Task
+from fp8refit.live.formats import MARLIN_TILE, BlockFormat, Placement
+from fp8refit.live.slots import Op
 
 
 def rows_of(task: Task, start: int, count: int) -> Task:
@@ -14,11 +17,25 @@ def rows_of(task: Task, start: int, count: int) -> Task:
     scale, offset = task.scale, (task.offset[0] + start, *task.offset[1:])
     if task.box_shape is not None:
         return replace(task, offset=offset, box_shape=(count, *task.box_shape[1:]))
+    rows_dim, scale_dim, target_step, scale_step = _how_cut(task.format if task.op is Op.QUANTIZE else None)
     if scale is not None and task.format is not None and not task.format.is_shared:
-        block = task.format.block_size[0]
-        assert start % block == 0, f"{start=} {block=}"
-        scale = scale.narrow(0, start // block, -(-count // block))
-    return replace(task, offset=offset, target=task.target.narrow(0, start, count), scale=scale)
+        assert start % scale_step == 0, f"{start=} {scale_step=}"
+        scale = scale.narrow(scale_dim, start // scale_step, -(-count // scale_step))
+    target = task.target.narrow(rows_dim, start // target_step, -(-count // target_step))
+    return replace(task, offset=offset, target=target, scale=scale)
+
+
+def _how_cut(block_format: BlockFormat | None) -> tuple[int, int, int, int]:
+    """Return the dimensions along which rows lie in a target and in its scales, and how many rows a step there is."""
+    if block_format is None:
+        return 0, 0, 1, 1
+    match block_format.placement:
+        case Placement.ROW_MAJOR:
+            return 0, 0, 1, block_format.block_size[0]
+        case Placement.MARLIN:
+            return 1, 1, MARLIN_TILE[0], MARLIN_TILE[0]
+        case _:
+            assert_never(block_format.placement)
 
 
 def cut_to_run(task: Task, first_row: int, num_rows: int) -> Task | None:

@@ -109,7 +109,7 @@ class Staging:
         if step.op is not Op.QUANTIZE or step.select or slot.format is None or slot.format.is_shared:
             return [(first_row, rows)]
         wanted = range(step.offset[0], step.offset[0] + step.shape[0])
-        return self._seams.runs_of_blocks(step.slot, wanted, slot.format.block_size[0], first_row, rows)
+        return self._seams.runs_of_blocks(step.slot, wanted, slot.format.row_step, first_row, rows)
 
     @contextmanager
     def doing(self, action: Action) -> Iterator[None]:

@@ -241,7 +241,13 @@ class BlockFormat:
     @property
     def row_step(self) -> int:
         """The multiple of rows at which a matrix may be cut and quantized in parts: a shared scale is known before."""
-        return 1 if self.is_shared else self.block_size[0]
+        match self.placement:
+            case Placement.ROW_MAJOR:
+                return 1 if self.is_shared else self.block_size[0]
+            case Placement.MARLIN:
+                return MARLIN_TILE[0]
+            case _:
+                assert_never(self.placement)
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the scales of a matrix, or of a stack of matrices."""

@@ -165,6 +165,8 @@ class _Chooser:
         (block_format,) = formats
         if block_format is None or BLOCK_ROWS % block_format.block_size[0]:
             return None  # otherwise runs of rows would cut blocks
+        if block_format.is_tiled or block_format.scale_format.has_exponents:
+            return None  # each rank puts its codes where its kernel looks for them
         is_whole = all(block_format.holds_whole_blocks(slot.offset, slot.shape, slot.full_shape) for slot in held)
         return block_format if is_whole else None
 
