@@ -15,6 +15,8 @@ CODE_BITS = (8, 4, 4, 2, 2, 2)
 """Sizes of the runs of bits of a code's place: `r2..r0`, `c2 c1`, `r5 r4`, `r3`, `c0`, `c3`."""
 SCALE_BITS = (8, 2, 2, 2)
 """Those of a scale's place: `r2..r0`, `r5`, `r3`, `r4`."""
+BIAS_BITS = (4, 4, 2)
+"""Those of a bias's place among 32: `r2 r1`, `r4 r3`, `r0`."""
 
 
 def codes_in_order(tiles: Tensor) -> Tensor:
@@ -43,6 +45,12 @@ def put_scales(tiles: Tensor, scales: Tensor) -> None:
     """Write scales (N, blocks) to their places."""
     into = scales_in_order(tiles)
     into.copy_(scales.reshape(into.shape))
+
+
+def put_bias(placed: Tensor, bias: Tensor) -> None:
+    """Write a bias (N,) to its places (`marlin_permute_bias` of vLLM)."""
+    into = placed.view(-1, *BIAS_BITS).transpose(1, 2)
+    into.copy_(bias.view(into.shape))
 
 
 def codes_in_rows(tiles: Tensor) -> Tensor:

@@ -3,13 +3,14 @@
 It refuses a parameter that copies do not cover exactly once, or that the engine's kernels keep in another form.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fp8refit.kernels.placement import put_bias
 from fp8refit.live.names import is_not_a_weight
 from fp8refit.live.parameters import live_tensors
 from fp8refit.live.slots import (
@@ -45,6 +46,7 @@ from fp8refit.tracing.stored import (
 from fp8refit.tracing.twin import Twin, refresh_of_constant
 from fp8refit.tracing.unused import unused_names
 
+BIAS = "bias"
 NO_BLOCK_FP8 = "holds no block-FP8 weight"
 """Why an engine without quantized weights is refused."""
 _NOT_BOOTED_SO = "No supported quantization took effect when it booted"
@@ -132,8 +134,12 @@ class Reading:
         if why is not None:
             self._refuse(prefix, module, why)
             return
+        has_scales = any(name.endswith(SCALE_SUFFIX) for name in own)
+        block_format = self._rules.kernel_of(module).format if has_scales else None
         for name, tensor in own.items():
-            if not name.endswith(SCALE_SUFFIX):
+            if name == BIAS and block_format is not None and block_format.is_tiled:
+                self._add_staged(prefix, module, name, tensor, None, {}, put_bias)
+            elif not name.endswith(SCALE_SUFFIX):
                 held = Held(twin_name(prefix, name), module, name, tensor, own.get(name + SCALE_SUFFIX))
                 self.held.append(held)
                 self._add_tensor(prefix, module, name, tensor, held.scale)
@@ -276,6 +282,9 @@ class Reading:
             if twin is None:
                 return f"holds `{name}`, which is not there when the model is built", "fp8refit does not know it yet"
             is_quantized_later = name + SCALE_SUFFIX in own and twin.dtype in SOURCE_DTYPES
+            if block_format is not None and block_format.is_tiled and twin.shape != shape:
+                padded = "is padded to whole tiles of its kernel"
+                return f"`{name}` {padded}, {list(twin.shape)} to {list(shape)}", self._rules.kernel_of(module).remedy
             if twin.shape != shape or not (twin.dtype is tensor.dtype or is_quantized_later):
                 found = f"{dtype_name(tensor.dtype)} {list(shape)}"
                 return f"holds `{name}` as {found}, and was built with {twin}", "fp8refit does not know its kernel yet"
@@ -360,7 +369,14 @@ class Reading:
             self._padding += (box_of(weight, box, range(weight.ndim)) for box in boxes_of_zeros)
 
     def _add_staged(
-        self, prefix: str, module: nn.Module, name: str, weight: Tensor, scale: Tensor | None, common: dict[str, Any]
+        self,
+        prefix: str,
+        module: nn.Module,
+        name: str,
+        weight: Tensor,
+        scale: Tensor | None,
+        common: dict[str, Any],
+        put: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
         """Keep the sources of a tensor that is not a plain copy."""
         first = self._twin.firsts[twin_name(prefix, name)]
@@ -382,7 +398,9 @@ class Reading:
             self._refuse(prefix, module, (f"`{name}` {fault}", "Leave this layer in BF16"))
             return
         copies = self._copies.get(first, [])
-        staged = Staged(weight=weight, copies=copies, computed=computed, others=others, scale=scale, slot=common)
+        staged = Staged(
+            weight=weight, copies=copies, computed=computed, others=others, scale=scale, slot=common, put=put
+        )
         self._slots += staged.slots(prefix, self._twin.naming.tensors)
         written = (weight,) if scale is None else (weight, scale)
         self._refreshes.append(Refresh(name=f"{prefix}.{name}", run=staged.refresh, written=written))

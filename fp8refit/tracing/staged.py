@@ -7,7 +7,7 @@ it. A refit repeats the loader's computation and quantizes the result if the eng
 in memory between refits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,13 +39,15 @@ class Staged:
     """The format of a tensor with block scales."""
     others: Mapping[Base, Tensor] = field(default_factory=dict)
     """Other live tensors it is computed from."""
+    put: Callable[[Tensor, Tensor], None] | None = None
+    """Writes it, as it was loaded, to where a kernel looks for it; None if that is the same."""
     values: dict[Base, Tensor] = field(default_factory=dict)
 
     def slots(self, module: str, sources: Mapping[str, TensorMeta]) -> list[Slot]:
         """Allocate the sources and return their slots."""
         bases = [base for each in self.computed for base in each.recipe.bases() if not base.is_parameter]
         names = dict.fromkeys([copy.source for copy in self.copies if copy.source] + [base.name for base in bases])
-        dtype = torch.bfloat16 if self.scale is not None else self.weight.dtype
+        dtype = self.slot_dtype
         if self.scale is None and bases:
             dtype = torch.float32 if all(_begins_in_float32(each) for each in self.computed) else torch.bfloat16
         for name in names:
@@ -62,10 +64,16 @@ class Staged:
             for base, room in self.values.items()
         ]
 
+    @property
+    def slot_dtype(self) -> torch.dtype:
+        """Of what is quantized, or written."""
+        return torch.bfloat16 if self.scale is not None else self.weight.dtype
+
     @torch.inference_mode()
     def refresh(self) -> None:
         """Recompute the live tensor from the sources."""
-        into = self.weight if self.scale is None else torch.empty_like(self.weight, dtype=torch.bfloat16)
+        is_last = self.scale is None and self.put is None
+        into = self.weight if is_last else torch.empty_like(self.weight, dtype=self.slot_dtype)
         flat = into.view(-1)
         values = self.values | {base: tensor.clone() for base, tensor in self.others.items()}
         for copy in self.copies:
@@ -82,6 +90,8 @@ class Staged:
             sizes = [run.size for run in each.into.runs]
             value = each.value.of(values)
             flat.as_strided(sizes, [run.into for run in each.into.runs], each.into.into).copy_(value.reshape(sizes))
+        if self.put is not None:
+            self.put(self.weight, into)
         if self.scale is not None:
             task = Task(
                 op=Op.QUANTIZE, source=into, offset=(0, 0), target=self.weight, scale=self.scale, **dict(self.slot)

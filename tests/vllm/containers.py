@@ -16,13 +16,16 @@ def push(subject: Subject, policy: dict, wire: str) -> None:
     Broadcaster([subject.llm], collective=CollectiveConfig(wire=wire)).push(policy)
 
 
+NOT_WRITTEN = ("mxfp8",)
+"""Formats of which `quantize` writes no checkpoint."""
 PUSHES = {f"broadcast in {wire}": partial(push, wire=wire) for wire in ("fp8", "bf16")}
 
 
 def run_container(layout: str, family: str, container: str, work: str) -> dict:
     folder = Path(work)
     save_model(family, 2, folder / f"{family}-bf16-2")
-    booted = partial(booted_as, layout, kernel="fp32")
+    container, _, kernel = container.partition(" in ")  # of a kernel's own
+    booted = partial(booted_as, layout, kernel=kernel or "fp32")
     pushes = {} if layout == "multi-process" else PUSHES
     if container in STATIC:
         with booted(model=write_static(family, 2, container, folder / "own")) as subject:
@@ -37,4 +40,5 @@ def run_container(layout: str, family: str, container: str, work: str) -> dict:
         with booted(model=folder / f"{family}-bf16-2", **options) as subject:
             own = {"own": subject.state()}
     other = booted(model=folder / f"{family}-bf16-2", **options)
-    return try_container(other, lambda fp8: booted(model=fp8), family, folder, pushes) | own
+    fresh = None if container in NOT_WRITTEN else lambda fp8: booted(model=fp8)
+    return try_container(other, fresh, family, folder, pushes) | own

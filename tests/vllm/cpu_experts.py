@@ -75,6 +75,7 @@ def _dequantize(codes, scale):
 EXPERTS = {
     "fp32": (oracle.Fp8MoeBackend.TRITON, ReferenceExperts),
     "ue8m0": (oracle.Fp8MoeBackend.DEEPGEMM, ReferenceExperts),
+    "tiles": (oracle.Fp8MoeBackend.TRITON, ReferenceExperts),
     "up first": (oracle.Fp8MoeBackend.FLASHINFER_CUTLASS, UpFirstExperts),
     "repacking": (getattr(oracle.Fp8MoeBackend, "HPC", oracle.Fp8MoeBackend.MARLIN), ReferenceExperts),
 }

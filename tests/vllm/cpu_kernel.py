@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import cpu_experts
 import cpu_fp8_cache
+import cpu_mxfp8
 import torch
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
@@ -69,6 +70,7 @@ KERNELS = {
     "fp32": ReferenceBlockKernel,
     "ue8m0": PowerOfTwoBlockKernel,
     "up first": ReferenceBlockKernel,  # differs in experts only
+    "tiles": ReferenceBlockKernel,  # in MXFP8 only
     "repacking": RepackingBlockKernel,
 }
 
@@ -84,6 +86,7 @@ def register(kind: str) -> None:
     torch.cpu._is_amx_tile_supported = lambda: False
     cpu_experts.register(kind)
     cpu_fp8_cache.register()
+    cpu_mxfp8.register(kind)
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, KERNELS[kind])
 
     def linear_of_any_batch(x, weight, bias=None):

@@ -22,6 +22,10 @@ CASES = [
     ("core in process", "qwen2_wide", "compressed-tensors, static"),
     ("multi-process", "qwen3", "fp8, static"),
     ("expert parallel", "qwen3_moe", "modelopt, static"),
+    ("core in process", "qwen2_wide", "mxfp8"),
+    ("multi-process", "qwen3", "mxfp8"),
+    ("core in process", "qwen2_wide", "mxfp8 in tiles"),
+    ("multi-process", "qwen3", "mxfp8 in tiles"),
     ("multi-process", "qwen3", "modelopt"),
     ("expert parallel", "qwen3_moe", "compressed-tensors"),
 ]
