@@ -45,6 +45,37 @@ def scale_of(amax: np.float32, scale_format: str) -> np.float32:
     return np.float32(Fraction(2) ** power)
 
 
+OVER = {"mx_ceil": 448, "mx_floor": 256, "mx_unit": 1}
+"""MXFP8: a block's largest value is at most 448 times the scale, or at least so many times."""
+LEAST, MOST = Fraction(2) ** -126, 127
+
+
+def exponent_of(amax: np.float32, scale_format: str) -> int:
+    """The exponent of a scale of MXFP8, whose byte is 127 more."""
+    exact, power = max(Fraction(float(amax)), LEAST), -127
+    if scale_format == "mx_ceil":
+        while exact > 448 * Fraction(2) ** power:
+            power += 1
+        return power
+    while OVER[scale_format] * Fraction(2) ** (power + 1) <= exact:
+        power += 1
+    return min(power, MOST)
+
+
+def quantize_groups(values: np.ndarray, columns: int, scale_format: str) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of MXFP8, as bytes, of a finite float32 matrix, with a scale for so many columns of a row."""
+    (rows, cols), wide = values.shape, values.astype(np.float64)
+    codes, scales = np.zeros((rows, cols), dtype=np.uint8), np.zeros((rows, ceil(cols / columns)), dtype=np.uint8)
+    for i in range(rows):
+        for j in range(scales.shape[1]):
+            where = np.s_[i, j * columns : (j + 1) * columns]
+            power = exponent_of(np.abs(values[where]).max(), scale_format)
+            scaled = np.clip(np.ldexp(wide[where], -power), -448.0, 448.0)
+            codes[where] = scaled.astype(E4M3).view(np.uint8)
+            scales[i, j] = power + 127
+    return codes, scales
+
+
 def quantize(
     values: np.ndarray, block_size: tuple[int, int] = (128, 128), scale_format: str = "fp32"
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -160,7 +160,7 @@ def _why_not_row_major(name: str, weight: Tensor, scale: Tensor, block_format: B
     expected = [*experts, halves * num_rows, num_columns]
     if scale.dtype is not block_format.scale_format.dtype or list(scale.shape) != expected or not scale.is_contiguous():
         found = f"{dtype_name(scale.dtype)} {list(scale.shape)}"
-        return f"its `{name}{SCALE_SUFFIX}` is {found}, not row-major float32 {expected}"
+        return f"its `{name}{SCALE_SUFFIX}` is {found}, not row-major {dtype_name(block_format.scale_format.dtype)} {expected}"
     return None
 
 

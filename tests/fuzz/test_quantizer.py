@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from fp8refit import NonFiniteError, quantize_blockwise
 from fp8refit.kernels.triton_table import TritonTable
-from fp8refit.live.formats import FLOAT_SCALES, ScaleFormat
+from fp8refit.live.formats import FLOAT_SCALES, BlockFormat, ScaleFormat
 from fp8refit.live.slots import SOURCE_DTYPES
 from tests.kernels.interpreter import convert_float, create_fma
 from tests.kernels.tables import quantize_task
-from tests.second_quantizer import quantize, quantize_tensor, round_to_bf16, to_numpy
+from tests.second_quantizer import quantize, quantize_groups, quantize_tensor, round_to_bf16, to_numpy
 
 BLOCKS = [(128, 128), (64, 64), (16, 32), (1, 128), (96, 80)]
 LAYOUTS = {
@@ -124,6 +124,29 @@ def test_the_kernel_is_the_second_quantizer(weight, block_size, scale_format, ro
     assert table.bad_tasks() == []
     codes, scales = quantize(values, block_size, scale_format)
     assert_equal(task.target, task.scale, torch.from_numpy(codes), torch.from_numpy(scales))
+
+
+groups = st.sampled_from([kind.value for kind in ScaleFormat if kind.has_exponents])
+
+
+@given(
+    weight=matrices(max_side=90), columns=st.sampled_from([16, 32, 64, 128]), scale_format=groups, rounds=st.booleans()
+)
+def test_scales_of_groups_are_those_of_the_second_quantizer(weight, columns, scale_format, rounds):
+    """The specification and the kernel."""
+    block_format = BlockFormat(block_size=(1, columns), scale_format=ScaleFormat(scale_format))
+    expected = list(map(torch.from_numpy, quantize_groups(to_numpy(weight), columns, scale_format)))
+    codes, scales = quantize_blockwise(weight, format=block_format)
+    assert torch.equal(codes.view(torch.uint8), expected[0]) and torch.equal(scales, expected[1])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    task = quantize_task(
+        weight.to(device), block_size=(1, columns), scale_format=ScaleFormat(scale_format), round_to_bf16=rounds
+    )
+    table = TritonTable([task], device)
+    table.launch(check=True)
+    if weight.dtype is not torch.float32 or not rounds:
+        assert torch.equal(task.target.cpu().view(torch.uint8), expected[0])
+        assert torch.equal(task.scale.cpu(), expected[1])
 
 
 @given(weight=matrices(max_side=40), block_size=blocks, scale_format=formats, data=st.data())
