@@ -60,8 +60,8 @@ class VllmRules:
     """Implements `fp8refit.tracing.rules.KernelRules` for vLLM."""
 
     no_block_fp8 = (
-        'Boot with quantization="fp8_per_block" (a server: --quantization fp8_per_block), "fp8_per_channel" or '
-        '"fp8_per_tensor", or from an FP8 checkpoint with scales per block or row (fp8refit quantize)'
+        'Boot with quantization="fp8_per_block" (a server: --quantization fp8_per_block), "fp8_per_channel", '
+        '"fp8_per_tensor" or "mxfp8", or from an FP8 checkpoint with scales per block or row (fp8refit quantize)'
     )
     other_quantization = no_block_fp8
     absorbed = _ABSORBED

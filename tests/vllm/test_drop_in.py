@@ -153,11 +153,13 @@ def run_boot(starter, tmp_path_factory):
     return run
 
 
-@pytest.fixture(scope="module", params=["fp8_per_block", "fp8_per_channel", "fp8_per_tensor"])
+@pytest.fixture(scope="module", params=["fp8_per_block", "fp8_per_channel", "fp8_per_tensor", "mxfp8"])
 def boots(request, run_boot):
     """An engine that is quantized by the environment and loaded into, and a fresh one."""
     if request.param == "fp8_per_channel" and vllm_version() < (0, 24):
         pytest.skip("vLLM has it since 0.24")
+    if request.param == "mxfp8" and vllm_version() < (0, 32):
+        pytest.skip("vLLM emulates it in rows since 0.32")
     quantized = {"FP8REFIT_QUANTIZATION": request.param}
     return {
         "loaded": run_boot("drop-in boot", ON | quantized, family="qwen3"),
