@@ -15,6 +15,7 @@ from torch import Tensor
 from fp8refit import Refitter
 from fp8refit.bench.shapes import block_fp8
 from fp8refit.checkpoint import quantize_checkpoint
+from fp8refit.kernels.placement import codes_in_rows, scales_in_rows
 from fp8refit.kernels.reference import block_scales, quantize_reference
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.slots import Slot
@@ -93,7 +94,10 @@ def _holds(slot: Slot, source: Tensor, maximum: Tensor | None) -> bool:
         return torch.equal(source.to(slot.weight.dtype), slot.weight)
     shared = None if maximum is None else block_scales(maximum, slot.format)
     codes, scale, _ = quantize_reference(source, slot.format, shared)
-    return torch.equal(codes.view(torch.uint8), slot.weight.view(torch.uint8)) and torch.equal(scale, slot.scale)
+    weight, scales = slot.weight, slot.scale
+    if slot.format.is_tiled:
+        weight, scales = codes_in_rows(weight), scales_in_rows(scales)
+    return torch.equal(codes.view(torch.uint8), weight.view(torch.uint8)) and torch.equal(scale, scales)
 
 
 def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:

@@ -431,7 +431,7 @@ async def serve(args) -> dict:
 OPTIONS = {
     "engine": {"choices": ["vllm", "sglang"], "default": "vllm"},
     "inside": FLAG,
-    "online": {"choices": ["fp8_per_block", "fp8_per_channel", "fp8_per_tensor"]},
+    "online": {"choices": ["fp8_per_block", "fp8_per_channel", "fp8_per_tensor", "mxfp8"]},
     "tp": WHOLE,
     "refits": WHOLE | {"default": 50},
 }
