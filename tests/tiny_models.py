@@ -149,6 +149,12 @@ FAMILIES = {
         Qwen3MoeForCausalLM,
         EXPERTS | {"num_experts": 4, "moe_intermediate_size": 256},
     ),
+    # Routers of whole tiles.
+    "qwen3_moe_many": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        EXPERTS | {"num_experts": 64, "moe_intermediate_size": 128},
+    ),
     # Saved under names of its own: `block_sparse_moe.experts.0.w1`. Later layers are told from the first ones.
     "mixtral": (
         MixtralConfig,

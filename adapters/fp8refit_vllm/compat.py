@@ -313,18 +313,18 @@ def block_format(module: Any, *, has_powers_of_two: bool) -> BlockFormat | None:
     It divides block maxima by a Python number, which torch does on a CPU; on a GPU it multiplies by the reciprocal. With
     `fp8_per_channel`, a rank that holds a part of a row took the maximum of that part in 0.24 and 0.25.
     """
+    scales = {name: each for name, each in module.named_parameters(recurse=False) if name.endswith("weight_scale")}
+    name, scale = next(iter(scales.items()), ("", None))
+    if scale is not None and scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        found = _mx_scales()
+        is_tiled = module._parameters[name.removesuffix("_scale")].dtype is torch.int32
+        placement = Placement.MARLIN if is_tiled else Placement.ROW_MAJOR
+        mx = BlockFormat(block_size=(1, _MX_BLOCK), scale_format=found or ScaleFormat.MX_CEIL, placement=placement)
+        return mx if found is not None else None
     if getattr(module, "weight_block_size", None) is None:
         from vllm.model_executor.layers.quantization.utils import quant_utils
 
         is_of_part = _is_online(module) and not hasattr(quant_utils, "amax_for_tp_weight_quant")
-        scales = (each for name, each in module.named_parameters(recurse=False) if name.endswith("weight_scale"))
-        scale = next(scales, None)
-        if scale is not None and scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
-            found = _mx_scales()
-            is_tiled = module.weight.dtype is torch.int32
-            placement = Placement.MARLIN if is_tiled else Placement.ROW_MAJOR
-            mx = BlockFormat(block_size=(1, _MX_BLOCK), scale_format=found or ScaleFormat.MX_CEIL, placement=placement)
-            return mx if found is not None else None
         held = PER_TENSOR if scale is not None and scale.ndim < 2 else PER_ROW
         return replace(held, amax_over=AmaxOver.OWN_SLICE) if is_of_part else held
     scale_format = ScaleFormat.UE8M0 if has_powers_of_two else ScaleFormat.FP32

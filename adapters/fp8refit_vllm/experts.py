@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fp8refit.live.names import name_of_scale
@@ -12,6 +13,8 @@ from fp8refit_vllm.compat import block_format
 _DEEP_GEMM = ("DEEPGEMM", "BATCHED_DEEPGEMM")
 EXPERTS_BACKENDS = frozenset({"TRITON", "BATCHED_TRITON", "FLASHINFER_CUTLASS", *_DEEP_GEMM})
 """vLLM's expert kernels that read weights in the layout that slots are written in."""
+_OF_MXFP8 = frozenset({"MARLIN", "TRITON_MXFP8", "EMULATION"})
+"""Those that read MXFP8, in tiles or in rows."""
 
 _LEAST_FLASHINFER_SCALE = 1e-10
 
@@ -25,9 +28,15 @@ def experts_backend(module: nn.Module) -> str:
 def kernel_of_experts(module: nn.Module) -> Kernel:
     """The backend that multiplies a layer's experts."""
     backend, held = experts_backend(module), None
-    if backend in EXPERTS_BACKENDS and not _multiplies_scales(module):
+    is_known = backend in (_OF_MXFP8 if _is_mxfp8(module) else EXPERTS_BACKENDS)
+    if is_known and not _multiplies_scales(module):
         held = block_format(module, has_powers_of_two=backend in _DEEP_GEMM and _rounds_scales())
     return Kernel(name=backend, format=held, remedy='Boot with moe_backend="triton"')
+
+
+def _is_mxfp8(module: nn.Module) -> bool:
+    scale = module._parameters.get("w13_weight_scale")
+    return scale is not None and scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
 
 
 def _multiplies_scales(module: Any) -> bool:

@@ -20,15 +20,20 @@ BIAS_BITS = (4, 4, 2)
 
 
 def codes_in_order(tiles: Tensor) -> Tensor:
-    """A view of codes in tiles (K / 16, N / 64, 1024) by the bits of rows, then of columns:
-    (N / 64, 4, 2, 8, K / 16, 2, 4, 2).
+    """A view of codes in tiles (..., K / 16, N / 64, 1024) by the bits of rows, then of columns:
+    (..., N / 64, 4, 2, 8, K / 16, 2, 4, 2).
     """
-    return _split(tiles, CODE_BITS).permute(1, 4, 5, 2, 0, 7, 3, 6)
+    return _ordered(_split(tiles, CODE_BITS), (1, 4, 5, 2, 0, 7, 3, 6))
 
 
 def scales_in_order(tiles: Tensor) -> Tensor:
-    """A view of scales (blocks, N / 64, 64) by the bits of rows, then by block: (N / 64, 2, 2, 2, 8, blocks)."""
-    return _split(tiles, SCALE_BITS).permute(1, 3, 5, 4, 2, 0)
+    """A view of scales (..., blocks, N / 64, 64) by the bits of rows, then by block: (..., N / 64, 2, 2, 2, 8, blocks)."""
+    return _ordered(_split(tiles, SCALE_BITS), (1, 3, 5, 4, 2, 0))
+
+
+def _ordered(split: Tensor, order: tuple[int, ...]) -> Tensor:
+    num_stacked = split.ndim - len(order)
+    return split.permute(*range(num_stacked), *(num_stacked + place for place in order))
 
 
 def _split(tiles: Tensor, bits: tuple[int, ...]) -> Tensor:
@@ -54,12 +59,12 @@ def put_bias(placed: Tensor, bias: Tensor) -> None:
 
 
 def codes_in_rows(tiles: Tensor) -> Tensor:
-    """A copy of codes in tiles as a matrix (N, K)."""
+    """A copy of codes in tiles as a matrix (N, K), or as a stack of them."""
     in_order = codes_in_order(tiles.view(torch.uint8))
-    return in_order.reshape(prod(in_order.shape[:4]), -1).view(tiles.dtype)
+    return in_order.reshape(*in_order.shape[:-8], prod(in_order.shape[-8:-4]), -1).view(tiles.dtype)
 
 
 def scales_in_rows(tiles: Tensor) -> Tensor:
-    """A copy of scales in tiles as a matrix (N, blocks)."""
+    """A copy of scales in tiles as a matrix (N, blocks), or as a stack of them."""
     in_order = scales_in_order(tiles)
-    return in_order.reshape(prod(in_order.shape[:5]), -1)
+    return in_order.reshape(*in_order.shape[:-6], prod(in_order.shape[-6:-1]), -1)

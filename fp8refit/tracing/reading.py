@@ -346,7 +346,7 @@ class Reading:
                 pieces = with_halves_swapped(pieces, weight.shape[1])
             shape = block_format.shape_of(weight.shape)
             if pieces is not None and all(are_matrices(boxes, len(shape)) for _, boxes in pieces):
-                num_rows = shape[0] if block_format.is_tiled else scale.shape[-2]
+                num_rows = shape[-2] if block_format.is_tiled else scale.shape[-2]
                 starts = block_rows([boxes for _, boxes in pieces], shape, num_rows, block_format)
         zeros = [copy for copy in self._copies.get(self._twin.firsts[twin_name(prefix, name)], ()) if not copy.source]
         if scale is not None and zeros:

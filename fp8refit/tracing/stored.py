@@ -43,12 +43,13 @@ def _is_scale_of_codes(module: nn.Module, key: str) -> bool:
 
 
 def _are_tiles(weight: Tensor, scale: Tensor | None) -> bool:
-    """Whether a weight and its scales lie as Marlin's kernels read MXFP8: four codes in a word, (K / 16, 4 N); scales
-    (K / 32, N).
+    """Whether a weight and its scales lie as Marlin's kernels read MXFP8: four codes in a word, (..., K / 16, 4 N); scales
+    (..., K / 32, N).
     """
-    if scale is None or weight.dtype is not torch.int32 or scale.dtype is not torch.float8_e8m0fnu or scale.ndim != 2:
+    if scale is None or weight.dtype is not torch.int32 or scale.dtype is not torch.float8_e8m0fnu or scale.ndim < 2:
         return False
-    return tuple(weight.shape) == (2 * scale.shape[0], 4 * scale.shape[1]) and scale.shape[1] % MARLIN_TILE[0] == 0
+    *stack, blocks, rows = scale.shape
+    return list(weight.shape) == [*stack, 2 * blocks, 4 * rows] and rows % MARLIN_TILE[0] == 0
 
 
 def _codes_of(module: nn.Module, key: str) -> Tensor | None:
@@ -70,9 +71,9 @@ def own_tensors(module: nn.Module, kinds: Iterable[str] = ("_parameters", "_buff
             if tensor is not None:
                 name, values, codes = own_name(module, key), tensor.data, _codes_of(module, key)
                 if _are_tiles(tensor, module._parameters.get(f"{key}_scale")):
-                    values = values.view(FP8_DTYPE).view(len(values), -1, prod(MARLIN_TILE))
+                    values = values.view(FP8_DTYPE).view(*values.shape[:-1], -1, prod(MARLIN_TILE))
                 elif codes is not None and codes is not tensor and _are_tiles(codes, tensor):
-                    values = values.view(torch.uint8).view(len(values), -1, MARLIN_TILE[0])
+                    values = values.view(torch.uint8).view(*values.shape[:-1], -1, MARLIN_TILE[0])
                 elif name.endswith(SCALE_SUFFIX) and values.ndim == 4:
                     values = values[:, 0, :, 0]
                 elif _is_transposed(module, key, values):
@@ -142,8 +143,8 @@ def _why_not_placed(name: str, weight: Tensor, scale: Tensor, block_format: Bloc
         case Placement.ROW_MAJOR:
             return _why_not_row_major(name, weight, scale, block_format)
         case Placement.MARLIN:
-            rows, columns = block_format.shape_of(weight.shape)
-            expected = [columns // block_format.block_size[1], rows // MARLIN_TILE[0], MARLIN_TILE[0]]
+            *stack, rows, columns = block_format.shape_of(weight.shape)
+            expected = [*stack, columns // block_format.block_size[1], rows // MARLIN_TILE[0], MARLIN_TILE[0]]
             is_placed = weight.is_contiguous() and scale.is_contiguous() and list(scale.shape) == expected
             return None if is_placed else f"its `{name}` lies in other tiles than Marlin's"
         case _:
@@ -246,7 +247,7 @@ def blocks_of(scale: Tensor, matrix: Boxes, starts: Mapping[int, int], block_for
         case Placement.ROW_MAJOR:
             return box_of(scale, (*experts, *blocks), (-2, -1))
         case Placement.MARLIN:
-            return _in_tiles(scale, blocks[0], blocks[1])
+            return _in_tiles(scale, experts, *blocks)
         case _:
             assert_never(block_format.placement)
 
@@ -259,14 +260,18 @@ def codes_of(weight: Tensor, boxes: Boxes, dims: Sequence[int | None], block_for
         case Placement.ROW_MAJOR:
             return box_of(weight, boxes.into, dims)
         case Placement.MARLIN:
-            rows, (column, columns) = boxes.into
-            return _in_tiles(weight, rows, (column // MARLIN_TILE[1], columns // MARLIN_TILE[1]))
+            *experts, rows, (column, columns) = boxes.into
+            return _in_tiles(weight, experts, rows, (column // MARLIN_TILE[1], columns // MARLIN_TILE[1]))
         case _:
             assert_never(block_format.placement)
 
 
-def _in_tiles(tensor: Tensor, rows: Range, steps: Range) -> Tensor:
-    """Return what a tensor (steps along rows, rows / 64, ...) has of some rows, which are whole tiles, and steps."""
+def _in_tiles(tensor: Tensor, experts: Sequence[Range], rows: Range, steps: Range) -> Tensor:
+    """Return what a tensor (..., steps along rows, rows / 64, ...) has of one matrix: some rows, which are whole tiles, and
+    steps.
+    """
+    for first, _ in experts:
+        tensor = tensor[first]
     (row, num_rows), (step, num_steps), side = rows, steps, MARLIN_TILE[0]
     return tensor[step : step + num_steps, row // side : (row + num_rows) // side]
 

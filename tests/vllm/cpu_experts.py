@@ -6,6 +6,7 @@ for; only the product is torch's. Where a backend asks DeepGEMM for a layout, it
 
 from weakref import WeakKeyDictionary
 
+import cpu_mxfp8
 import torch
 from vllm import _custom_ops
 from vllm.model_executor.layers.fused_moe import modular_kernel
@@ -14,6 +15,8 @@ from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
 from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.utils import deep_gemm
 from vllm.v1.worker.workspace import WorkspaceManager
+
+from fp8refit.kernels.placement import codes_in_rows, scales_in_rows
 
 _WORKSPACE = WorkspaceManager(torch.device("cpu"), 1)
 _last: WeakKeyDictionary = WeakKeyDictionary()
@@ -56,6 +59,10 @@ class ReferenceExperts(TritonExperts):
         return last[1]
 
 
+class TileExperts(ReferenceExperts):
+    """Reads MXFP8, in rows or as Marlin's kernels do."""
+
+
 class UpFirstExperts(ReferenceExperts):
     """Stands for FlashInfer's product, which wants up above gate."""
 
@@ -68,6 +75,13 @@ def _dequantize(codes, scale):
         scale = scale.view(-1, 1, 1).expand(-1, rows, 1)
     if scale.shape[1:] == (rows, 1):
         return (codes.float() * scale).double()
+    if codes.dtype is torch.int32:
+        tiles, scale = codes.view(torch.float8_e4m3fn), scale.view(torch.uint8)
+        codes = codes_in_rows(tiles.view(*tiles.shape[:-1], -1, 1024))
+        scale = scales_in_rows(scale.view(*scale.shape[:-1], -1, 64))
+        columns = codes.shape[2]
+    if scale.dtype is torch.uint8:
+        return (codes.float() * (scale.float() - 127).exp2().repeat_interleave(columns // scale.shape[2], 2)).double()
     scale_of_each = scale.repeat_interleave(128, 1)[:, :rows].repeat_interleave(128, 2)[:, :, :columns]
     return (codes.float() * scale_of_each).double()
 
@@ -86,6 +100,7 @@ def register(kind: str) -> None:
     chosen, experts = EXPERTS[kind]
     oracle.backend_to_kernel_cls = lambda backend: [experts] if backend is chosen else []
     fp8_utils.is_deep_gemm_e8m0_used = deep_gemm.is_deep_gemm_e8m0_used = lambda: kind == "ue8m0"
+    cpu_mxfp8.register_experts(kind, TileExperts)
     if chosen is oracle.Fp8MoeBackend.MARLIN:  # in versions without HPC; what it does needs a GPU
         oracle.prepare_fp8_moe_layer_for_marlin = lambda layer, *held: held
     fp8_utils.deepgemm_post_process_weight_scale_block = lambda *, ws, **layout: ws

@@ -60,3 +60,18 @@ def register(kind):
         os.environ["VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD"] = "0"
         from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel as kernel
     linear._POSSIBLE_MXFP8_KERNELS[PlatformEnum.CPU] = [kernel]
+
+
+def register_experts(kind, experts):
+    """Make these the experts of every MXFP8 layer in this process, in rows or in tiles."""
+    try:
+        from vllm.model_executor.layers.fused_moe.oracle import mxfp8
+    except ImportError:
+        return  # older versions have no such experts
+    from vllm.model_executor.layers.quantization.utils import marlin_utils_fp8
+
+    backends = mxfp8.Fp8MoeBackend
+    chosen = backends.MARLIN if kind == "tiles" else getattr(backends, "TRITON_MXFP8", None)
+    mxfp8._mxfp8_backend_to_kernel_cls = lambda backend: [experts] if backend is chosen else []
+    if kind == "tiles":
+        marlin_utils_fp8.ops.gptq_marlin_repack = repack

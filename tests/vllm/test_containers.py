@@ -26,6 +26,8 @@ CASES = [
     ("multi-process", "qwen3", "mxfp8"),
     ("core in process", "qwen2_wide", "mxfp8 in tiles"),
     ("multi-process", "qwen3", "mxfp8 in tiles"),
+    ("expert parallel", "qwen3_moe", "mxfp8"),
+    ("expert parallel", "qwen3_moe_many", "mxfp8 in tiles"),
     ("multi-process", "qwen3", "modelopt"),
     ("expert parallel", "qwen3_moe", "compressed-tensors"),
 ]
