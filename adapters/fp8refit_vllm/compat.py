@@ -22,8 +22,10 @@ from fp8refit.live.seams import Seam, within
 from fp8refit.live.versions import Versions
 
 _MX_BLOCK = 32
-_MX_PROBE = 480.0
-"""A maximum of which each rule of MXFP8 makes another scale."""
+_MX_PROBES = (480.0, 462.0, 450.0, 448.0, 256.0, 255.0, 1.75, 1.0, 0.0)
+"""Maxima of which the rules of MXFP8 make different scales."""
+MX_SCALES = (torch.uint8, torch.float8_e8m0fnu)
+"""dtypes of exponents."""
 _DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 
@@ -315,12 +317,13 @@ def block_format(module: Any, *, has_powers_of_two: bool) -> BlockFormat | None:
     """
     scales = {name: each for name, each in module.named_parameters(recurse=False) if name.endswith("weight_scale")}
     name, scale = next(iter(scales.items()), ("", None))
-    if scale is not None and scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
-        found = _mx_scales()
+    if scale is not None and scale.dtype in MX_SCALES:
+        rule = _mx_scales(scale.device) if _is_online(module) else None
+        if rule is None:
+            return None
         is_tiled = module._parameters[name.removesuffix("_scale")].dtype is torch.int32
         placement = Placement.MARLIN if is_tiled else Placement.ROW_MAJOR
-        mx = BlockFormat(block_size=(1, _MX_BLOCK), scale_format=found or ScaleFormat.MX_CEIL, placement=placement)
-        return mx if found is not None else None
+        return BlockFormat(block_size=(1, _MX_BLOCK), scale_format=rule, placement=placement)
     if getattr(module, "weight_block_size", None) is None:
         from vllm.model_executor.layers.quantization.utils import quant_utils
 
@@ -336,18 +339,20 @@ def block_format(module: Any, *, has_powers_of_two: bool) -> BlockFormat | None:
 
 
 @cache
-def _mx_scales() -> ScaleFormat | None:
-    """How vLLM's own quantizer of MXFP8 makes a scale of a maximum, which its versions do in several ways: it is asked. None if
-    it is none of those that are known.
+def _mx_scales(device: torch.device) -> ScaleFormat | None:
+    """How vLLM's own quantizer of MXFP8 makes scales of maxima, which its versions do in several ways: it is asked. None if it
+    is none of those that are known.
     """
     from vllm.model_executor.layers.quantization.utils.mxfp8_utils import mxfp8_e4m3_quantize
 
-    probe = torch.full((1, _MX_BLOCK), _MX_PROBE, dtype=torch.bfloat16)
+    probe = torch.zeros(len(_MX_PROBES), _MX_BLOCK, dtype=torch.bfloat16, device=device)
+    probe[:, 0] = torch.tensor(_MX_PROBES, device=device)
     codes, scale = mxfp8_e4m3_quantize(probe)
     for each in ScaleFormat:
         if each.has_exponents:
-            found = quantize_blockwise(probe, format=BlockFormat(block_size=(1, _MX_BLOCK), scale_format=each))
-            if torch.equal(found[1], scale) and torch.equal(found[0].view(torch.uint8), codes.view(torch.uint8)):
+            block_format = BlockFormat(block_size=(1, _MX_BLOCK), scale_format=each)
+            own_codes, own_scale = quantize_blockwise(probe, format=block_format)
+            if torch.equal(own_scale, scale) and torch.equal(own_codes.view(torch.uint8), codes.view(torch.uint8)):
                 return each
     return None
 

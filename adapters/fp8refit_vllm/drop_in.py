@@ -22,6 +22,7 @@ from fp8refit.driver.installed import Installed, drop_in_of, instead_of
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.slots import FP8_DTYPE
 from fp8refit.ranks.rank import Rank
+from fp8refit.tracing.stored import own_tensors
 from fp8refit_vllm.compat import end_weight_update, names_parameters
 
 logger = logging.getLogger("vllm.fp8refit")
@@ -64,7 +65,9 @@ def install(worker: Any, rank: Callable[[], Rank], options: DropInOptions | None
     if not options.drop_in and options.quantization is None:
         return
     network = worker.model_runner.get_model()
-    is_fp8 = any(parameter.dtype is FP8_DTYPE for parameter in network.parameters())
+    is_fp8 = any(
+        tensor.dtype is FP8_DTYPE for module in network.modules() for _, tensor in own_tensors(module, ("_parameters",))
+    )
     asked = worker.vllm_config.model_config.quantization
     if options.quantization is not None and not is_fp8 and asked in (None, options.quantization):
         raise UnsupportedEngineError(

@@ -2,13 +2,12 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fp8refit.live.names import name_of_scale
 from fp8refit.live.slots import SCALE_SUFFIX
 from fp8refit.tracing.rules import Kernel, Why
-from fp8refit_vllm.compat import block_format
+from fp8refit_vllm.compat import MX_SCALES, block_format
 
 _DEEP_GEMM = ("DEEPGEMM", "BATCHED_DEEPGEMM")
 EXPERTS_BACKENDS = frozenset({"TRITON", "BATCHED_TRITON", "FLASHINFER_CUTLASS", *_DEEP_GEMM})
@@ -31,12 +30,13 @@ def kernel_of_experts(module: nn.Module) -> Kernel:
     is_known = backend in (_OF_MXFP8 if _is_mxfp8(module) else EXPERTS_BACKENDS)
     if is_known and not _multiplies_scales(module):
         held = block_format(module, has_powers_of_two=backend in _DEEP_GEMM and _rounds_scales())
-    return Kernel(name=backend, format=held, remedy='Boot with moe_backend="triton"')
+    remedy = 'Boot with quantization="fp8_per_block"' if _is_mxfp8(module) else 'Boot with moe_backend="triton"'
+    return Kernel(name=backend, format=held, remedy=remedy)
 
 
 def _is_mxfp8(module: nn.Module) -> bool:
     scale = module._parameters.get("w13_weight_scale")
-    return scale is not None and scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
+    return scale is not None and scale.dtype in MX_SCALES
 
 
 def _multiplies_scales(module: Any) -> bool:

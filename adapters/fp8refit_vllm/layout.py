@@ -42,6 +42,8 @@ ROW_MAJOR_MARK = "reads_row_major_block_fp8"
 """Out-of-tree kernel classes set this attribute to True to declare the same."""
 
 _ABSORBED = "W_UK_T", "W_UV"
+_WORKSPACE = "workspace"
+"""Locks of Marlin's kernels, in versions before 0.31."""
 _JOINED_GATES = "_combined_gate_weight"
 _KV_SCALES = (
     *("_q_scale", "_k_scale", "_v_scale", "_prob_scale", "_k_scale_cpu", "_v_scale_cpu"),
@@ -88,6 +90,8 @@ class VllmRules:
         if name in ROW_MAJOR_KERNELS or name in TILED_KERNELS or getattr(kernel, ROW_MAJOR_MARK, False) is True:
             held = block_format(module, has_powers_of_two=wants_powers_of_two(kernel))
         remedy = f"Add {name} to VLLM_DISABLED_KERNELS, or choose another with --linear-backend"
+        if "Mxfp8" in name:
+            remedy = 'Boot with quantization="fp8_per_block"'
         return Kernel(name=name, format=held, remedy=remedy)
 
     def swaps_halves(self, module: nn.Module) -> bool:
@@ -100,7 +104,9 @@ class VllmRules:
         """
         own = vars(module) | module._buffers | module._parameters
         is_adapted = "base_layer" in module._modules
-        return [key for key in own if key in _KEPT or (is_adapted and ("lora" in key or key in _KEPT_BY_LORA))]
+        kept = [key for key in own if key in _KEPT or (is_adapted and ("lora" in key or key in _KEPT_BY_LORA))]
+        is_tiled = "weight" in own and type(linear_kernel(module)).__name__ in TILED_KERNELS
+        return [*kept, *([_WORKSPACE] if is_tiled and _WORKSPACE in own else [])]
 
     def dequantize(self, layer: Any, dtype: torch.dtype) -> Tensor:
         """By vLLM's own function."""

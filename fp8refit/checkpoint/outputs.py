@@ -130,6 +130,8 @@ def outputs_like(layout: EngineLayout, metadata: Mapping[str, TensorMeta]) -> li
     if layout.refusals:
         raise CheckpointError("this layout belongs to an engine that cannot be refitted:", layout.refusals)
     slots = {slot.name: slot for slot in layout.slots}
+    if any(slot.scale_format is not None and slot.scale_format.has_exponents for slot in layout.slots):
+        raise CheckpointError(f"no checkpoint is written for MXFP8, which {layout.engine} makes of BF16 itself at boot")
     problems = [
         f"{slot.name}: slots of this engine need it in different formats"
         for slot in layout.slots

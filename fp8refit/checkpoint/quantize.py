@@ -110,6 +110,8 @@ def quantize_checkpoint(
     metadata = select(source, config, takes_stacks=like is not None)
     check_ties(source, config, like)
     if like is None:
+        if scale_format.has_exponents:
+            raise CheckpointError(f"no checkpoint is written with scales in {scale_format}; use fp32 or ue8m0")
         block_format = BlockFormat(scale_format=scale_format, block_size=block_size)
         outputs = [output_by_name(name, meta, block_format) for name, meta in metadata.items()]
     else:

@@ -52,10 +52,9 @@ def put_scales(tiles: Tensor, scales: Tensor) -> None:
     into.copy_(scales.reshape(into.shape))
 
 
-def put_bias(placed: Tensor, bias: Tensor) -> None:
-    """Write a bias (N,) to its places (`marlin_permute_bias` of vLLM)."""
-    into = placed.view(-1, *BIAS_BITS).transpose(1, 2)
-    into.copy_(bias.view(into.shape))
+def bias_in_order(placed: Tensor) -> Tensor:
+    """A view of a bias (N,) in the order of rows (`marlin_permute_bias` of vLLM): (N / 32, 4, 4, 2)."""
+    return placed.view(-1, *BIAS_BITS).transpose(1, 2)
 
 
 def codes_in_rows(tiles: Tensor) -> Tensor:

@@ -299,7 +299,7 @@ class BlockFormat:
 PER_ROW = BlockFormat(block_size=(1, WHOLE), scale_format=ScaleFormat.FP32_DIVIDING, amax_over=AmaxOver.WHOLE_BLOCK)
 """FP8 per channel, as vLLM quantizes it: one scale per row, whichever part of the row a rank holds."""
 MXFP8 = BlockFormat(block_size=(1, 32), scale_format=ScaleFormat.MX_CEIL)
-"""MXFP8 as vLLM quantizes it since 0.32; the rule of its scales is another one in other versions."""
+"""MXFP8 as vLLM quantizes it since 0.28; the rule of its scales is another one in other versions."""
 PER_TENSOR = BlockFormat(block_size=(WHOLE, WHOLE), amax_over=AmaxOver.WHOLE_BLOCK)
 """FP8 per tensor, as vLLM quantizes it: one scale per weight, whichever part of it a rank holds."""
 
@@ -316,6 +316,8 @@ class Container(StrEnum):
 
     def holds(self, block_format: BlockFormat) -> bool:
         """Whether it has a form for a format whose activations are quantized as they come."""
+        if block_format.scale_format.has_exponents:
+            return False
         match self:
             case Container.FP8:
                 return not block_format.has_rows
@@ -328,7 +330,8 @@ class Container(StrEnum):
 
     def or_other(self, block_format: BlockFormat) -> "Container":
         """This one, or another if it has no form for a format: an engine that quantizes itself boots from no container."""
-        return next(each for each in (self, Container.FP8, Container.COMPRESSED_TENSORS) if each.holds(block_format))
+        others = (self, Container.FP8, Container.COMPRESSED_TENSORS)
+        return next((each for each in others if each.holds(block_format)), self)
 
     def scale_suffix(self, block_format: BlockFormat) -> str:
         """What follows the name of a weight in that of its scales."""

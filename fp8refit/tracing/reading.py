@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8refit.kernels.placement import put_bias
+from fp8refit.kernels.placement import bias_in_order
 from fp8refit.live.names import is_not_a_weight
 from fp8refit.live.parameters import live_tensors
 from fp8refit.live.slots import (
@@ -138,7 +138,7 @@ class Reading:
         block_format = self._rules.kernel_of(module).format if has_scales else None
         for name, tensor in own.items():
             if name == BIAS and block_format is not None and block_format.is_tiled:
-                self._add_staged(prefix, module, name, tensor, None, {}, put_bias)
+                self._add_staged(prefix, module, name, tensor, None, {}, bias_in_order)
             elif not name.endswith(SCALE_SUFFIX):
                 held = Held(twin_name(prefix, name), module, name, tensor, own.get(name + SCALE_SUFFIX))
                 self.held.append(held)
@@ -376,7 +376,7 @@ class Reading:
         weight: Tensor,
         scale: Tensor | None,
         common: dict[str, Any],
-        put: Callable[[Tensor, Tensor], None] | None = None,
+        in_order: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Keep the sources of a tensor that is not a plain copy."""
         first = self._twin.firsts[twin_name(prefix, name)]
@@ -399,7 +399,7 @@ class Reading:
             return
         copies = self._copies.get(first, [])
         staged = Staged(
-            weight=weight, copies=copies, computed=computed, others=others, scale=scale, slot=common, put=put
+            weight=weight, copies=copies, computed=computed, others=others, scale=scale, slot=common, in_order=in_order
         )
         self._slots += staged.slots(prefix, self._twin.naming.tensors)
         written = (weight,) if scale is None else (weight, scale)

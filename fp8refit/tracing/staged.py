@@ -7,7 +7,7 @@ it. A refit repeats the loader's computation and quantizes the result if the eng
 in memory between refits.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,8 +39,8 @@ class Staged:
     """The format of a tensor with block scales."""
     others: Mapping[Base, Tensor] = field(default_factory=dict)
     """Other live tensors it is computed from."""
-    put: Callable[[Tensor, Tensor], None] | None = None
-    """Writes it, as it was loaded, to where a kernel looks for it; None if that is the same."""
+    in_order: Callable[[Tensor], Tensor] | None = None
+    """Gives a view of it in the order in which it was loaded; None if a kernel has left it in that."""
     values: dict[Base, Tensor] = field(default_factory=dict)
 
     def slots(self, module: str, sources: Mapping[str, TensorMeta]) -> list[Slot]:
@@ -53,6 +53,10 @@ class Staged:
         for name in names:
             room = torch.empty(sources[name].shape, dtype=dtype, device=self.weight.device)
             self.values[Base(name=name, is_parameter=False)] = room
+        if self.in_order is not None:  # a source may be kept
+            flat = self.in_order(self.weight).reshape(-1)
+            for into, room in self._places(flat):
+                room.copy_(into)
         return [
             Slot(
                 name=base.name,
@@ -64,6 +68,14 @@ class Staged:
             for base, room in self.values.items()
         ]
 
+    def _places(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield parts of the loaded tensor, flattened, with what they are copied from."""
+        for copy in self.copies:
+            if copy.source:
+                room = self.values[Base(name=copy.source, is_parameter=False)].view(-1)
+                strides = [run.stride for run in copy.runs]
+                yield _part(flat, copy), room.as_strided([run.size for run in copy.runs], strides, copy.start)
+
     @property
     def slot_dtype(self) -> torch.dtype:
         """Of what is quantized, or written."""
@@ -72,31 +84,34 @@ class Staged:
     @torch.inference_mode()
     def refresh(self) -> None:
         """Recompute the live tensor from the sources."""
-        is_last = self.scale is None and self.put is None
+        is_last = self.scale is None and self.in_order is None
         into = self.weight if is_last else torch.empty_like(self.weight, dtype=self.slot_dtype)
         flat = into.view(-1)
         values = self.values | {base: tensor.clone() for base, tensor in self.others.items()}
         for copy in self.copies:
-            sizes = [run.size for run in copy.runs]
-            target = flat.as_strided(sizes, [run.into for run in copy.runs], copy.into)
-            if copy.source:
-                room = self.values[Base(name=copy.source, is_parameter=False)]
-                target.copy_(room.view(-1).as_strided(sizes, [run.stride for run in copy.runs], copy.start))
-            else:
-                target.zero_()
+            if not copy.source:
+                _part(flat, copy).zero_()
+        for into, room in self._places(flat):
+            into.copy_(room)
         for each in self.computed:
             itself = {base for base in each.recipe.bases() if base.is_parameter and base not in self.others}
             values |= {base: into.clone() for base in itself}
             sizes = [run.size for run in each.into.runs]
             value = each.value.of(values)
             flat.as_strided(sizes, [run.into for run in each.into.runs], each.into.into).copy_(value.reshape(sizes))
-        if self.put is not None:
-            self.put(self.weight, into)
+        if self.in_order is not None:
+            placed = self.in_order(self.weight)
+            placed.copy_(into.view(placed.shape))
         if self.scale is not None:
             task = Task(
                 op=Op.QUANTIZE, source=into, offset=(0, 0), target=self.weight, scale=self.scale, **dict(self.slot)
             )
             compile_table([task], self.weight.device).launch(check=False)
+
+
+def _part(flat: Tensor, copy: Copy) -> Tensor:
+    """Where a copy goes in a tensor that is flattened."""
+    return flat.as_strided([run.size for run in copy.runs], [run.into for run in copy.runs], copy.into)
 
 
 def fault_of_recipe(computed: Computed, dtype: torch.dtype, numel: int) -> str | None:

@@ -53,7 +53,7 @@ def make_marlin():
 def register(kind):
     """Make rows, or tiles, what every MXFP8 layer in this process holds."""
     if not hasattr(linear, "_POSSIBLE_MXFP8_KERNELS"):
-        return  # before 0.26
+        return
     if kind == "tiles":
         kernel = make_marlin()
     else:

@@ -82,6 +82,8 @@ def _problems(slot: SlotLayout) -> Iterable[str]:
         yield f"{slot.name}: this engine holds it quantized in an order that a trainer cannot multiply in"
     if slot.format is not None and WHOLE in slot.format.block_size:
         yield f"{slot.name}: this engine holds it with {slot.format}; a trainer can multiply by blocks only"
+    elif slot.format is not None and (slot.format.is_tiled or slot.format.scale_format.has_exponents):
+        yield f"{slot.name}: this engine holds it as MXFP8, which a trainer cannot multiply in"
     elif slot.format is not None and slot.format.block_at(slot.offset) is None:
         yield (
             f"{slot.name}: a rank of this engine begins at {list(slot.offset)}, inside a block of the whole tensor, so its "
