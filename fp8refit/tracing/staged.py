@@ -55,8 +55,8 @@ class Staged:
             self.values[Base(name=name, is_parameter=False)] = room
         if self.in_order is not None:  # a source may be kept
             flat = self.in_order(self.weight).reshape(-1)
-            for into, room in self._places(flat):
-                room.copy_(into)
+            for part, room in self._places(flat):
+                room.copy_(part)
         return [
             Slot(
                 name=base.name,
@@ -91,8 +91,8 @@ class Staged:
         for copy in self.copies:
             if not copy.source:
                 _part(flat, copy).zero_()
-        for into, room in self._places(flat):
-            into.copy_(room)
+        for part, room in self._places(flat):
+            part.copy_(room)
         for each in self.computed:
             itself = {base for base in each.recipe.bases() if base.is_parameter and base not in self.others}
             values |= {base: into.clone() for base in itself}
