@@ -184,6 +184,12 @@ class RankFailedError(RefitError):
     """
 
 
+class TensorsForgottenError(RankFailedError):
+    """A rank no longer knows the tensors of this driver's last refit, such as after another driver's. They are then sent again
+    in full, so callers see this only if that fails too.
+    """
+
+
 class TransportError(RefitError):
     """An engine rank cannot reach the trainer's tensors."""
 

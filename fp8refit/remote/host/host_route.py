@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias, TypeVar
 import torch
 
 from fp8refit.config import Job
-from fp8refit.errors import InvalidSourceError, RefitError
+from fp8refit.errors import InvalidSourceError, RefitError, TensorsForgottenError
 from fp8refit.live.collector import collector_paused
 from fp8refit.live.slots import dtype_name
 from fp8refit.remote.host.packing import Packer
@@ -83,6 +83,11 @@ class HostRoute:
             InvalidSourceError: It does not fit, or must be read twice and cannot be.
             RefitError: A rank's error.
         """
+        with suppress(TensorsForgottenError):
+            return await self._prepare_once(source, job)
+        return await self._prepare_once(source, job)  # now they are sent in full
+
+    async def _prepare_once(self, source: Source, job: Job) -> Offered:
         self._source = source
         return await self.or_abandon(self._prepare(source, job))
 
@@ -121,11 +126,17 @@ class HostRoute:
             RefitError: A rank's error.
             BaseException: Whatever reading a stream raised.
         """
-        if not offered.order.job.compares:
-            self._ranks.is_dirty = True
-        replies = await self.or_abandon(self._write(offered))
+        try:
+            replies = await self._write_once(offered)
+        except TensorsForgottenError:  # nothing is written; now they are sent in full
+            replies = await self._write_once(await self._prepare_once(offered.source, offered.order.job))
         self._ranks.refit, self._source = "", None
         return self._ranks.reports(replies)
+
+    async def _write_once(self, offered: Offered) -> Sequence[Reply]:
+        if not offered.order.job.compares:
+            self._ranks.is_dirty = True
+        return await self.or_abandon(self._write(offered))
 
     async def _write(self, offered: Offered) -> Sequence[Reply]:
         ranks, job = self._ranks, offered.order.job

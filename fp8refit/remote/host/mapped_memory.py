@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 from typing_extensions import override
 
-from fp8refit.errors import RankFailedError
+from fp8refit.errors import TensorsForgottenError
 from fp8refit.ranks.live_model import LiveModel
 from fp8refit.remote.protocol import messages
 from fp8refit.sources.source import MappingSource
@@ -29,7 +29,7 @@ class TensorMapper:
         """Map the tensors of an offer, or return those of the last one.
 
         Raises:
-            RankFailedError: They are no longer mapped.
+            TensorsForgottenError: They are no longer mapped.
             TransportError: They cannot be mapped.
         """
         if offer.refs is not None:
@@ -38,7 +38,7 @@ class TensorMapper:
             tensors = self._importer.open(offer.segments, offer.refs)
             self._known = offer.digest, MappedSource(tensors, offer.problems)
         elif self._known is None or self._known[0] != offer.digest:
-            raise RankFailedError("this rank no longer has the tensors of the last refit; refit again")
+            raise TensorsForgottenError("this rank no longer has the tensors of the last refit; refit again")
         return self._known[1]
 
     def unmap(self) -> None:
