@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 import typer.core
@@ -37,6 +37,10 @@ from fp8refit.live.layout import EngineLayout
 if TYPE_CHECKING:
     from fp8refit.checkpoint import CheckpointReport, PushResult
     from fp8refit.cli.demo import DemoConfig, DemoResult, Round
+
+
+_FloatScales: TypeAlias = Literal["fp32", "ue8m0", "fp32_floored", "fp32_reciprocal", "fp32_dividing"]
+"""`FLOAT_SCALES`, as the command line takes them."""
 
 
 class _Commands(typer.core.TyperGroup):
@@ -143,7 +147,7 @@ def quantize(
         typer.Option(exists=True, dir_okay=False, help="Layout of the engine to write for, from `inspect --json`."),
     ] = None,
     scale_format: Annotated[
-        ScaleFormat | None,
+        _FloatScales | None,
         typer.Option(help="Format of every scale of blocks, unless a layout says otherwise.", show_default="fp32"),
     ] = None,
     per_channel: Annotated[
@@ -161,7 +165,7 @@ def quantize(
     from fp8refit.checkpoint import quantize_checkpoint
 
     options: dict[str, Any] = {
-        "scale_format": scale_format or ScaleFormat.FP32,
+        "scale_format": ScaleFormat(scale_format or ScaleFormat.FP32),
         "container": container or Container.FP8,
     }
     if per_channel:

@@ -18,9 +18,6 @@ from fp8refit.live.formats import Placement, ScaleFormat
 from fp8refit.live.layout_guard import Addresses
 from fp8refit.live.slots import Op
 
-_NO_POWER = 255
-"""NaN in E8M0."""
-
 
 class ReferenceTable(WorkTable):
     """The specification, task by task in torch."""
@@ -203,10 +200,6 @@ def _run_reference(task: Task, source: Tensor) -> bool:
     if task.op is Op.COPY_CODES:
         task.target.view(torch.uint8).copy_(source.view(torch.uint8))
         return bool((source.view(torch.uint8) & 0x7F == 0x7F).any())
-    if task.op is Op.COPY_SCALES and task.format is not None and task.format.scale_format.has_exponents:
-        exponents = source.view(torch.uint8)
-        task.target.copy_(exponents)
-        return bool((exponents == _NO_POWER).any())
     values = source.to(task.target.dtype)
     task.target.copy_(values)
     if task.op is Op.COPY_SCALES and task.format is not None:

@@ -42,7 +42,6 @@ class Check(IntEnum):
     CODES = 1
     SCALES = 2
     POWERS_OF_TWO = 3
-    EXPONENTS = 4
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -159,7 +158,6 @@ def launch_of(kind: Kind, device: torch.device, *, check: bool, action: Action) 
     rule = Check.CODES if kind.op is Op.COPY_CODES else Check.FINITE
     if kind.op is Op.COPY_SCALES and kind.format is not None:
         rule = Check.POWERS_OF_TWO if kind.format.scale_format.has_powers_of_two else Check.SCALES
-        rule = Check.EXPONENTS if kind.format.scale_format.has_exponents else rule
     constants = common | {"TILE": COPY_TILE, "RULE": int(rule)}
     return Launch(_copy_tiles, constants, num_warps=_COPY_WARPS)
 
@@ -603,8 +601,6 @@ def _copy_tiles(
             is_bad = _magnitude_bits(value) >= 0x7F800000
         elif RULE == 1:
             is_bad = (value & 0x7F) == 0x7F
-        elif RULE == 4:
-            is_bad = value == 0xFF
         else:
             bits = value.to(tl.int32, bitcast=True)
             is_bad = (bits <= 0) | (bits > 0x7B800000)  # 2^120; see `fits_scale_format`

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8refit.kernels.placement import bias_in_order
+from fp8refit.live.formats import BlockFormat
 from fp8refit.live.names import is_not_a_weight
 from fp8refit.live.parameters import live_tensors
 from fp8refit.live.slots import (
@@ -134,8 +135,7 @@ class Reading:
         if why is not None:
             self._refuse(prefix, module, why)
             return
-        has_scales = any(name.endswith(SCALE_SUFFIX) for name in own)
-        block_format = self._rules.kernel_of(module).format if has_scales else None
+        block_format = self._format_of(module, own)
         for name, tensor in own.items():
             if name == BIAS and block_format is not None and block_format.is_tiled:
                 self._add_staged(prefix, module, name, tensor, None, {}, bias_in_order)
@@ -266,10 +266,13 @@ class Reading:
     def _refuse(self, prefix: str, module: nn.Module, why: tuple[str, str]) -> None:
         self._refusals.append(Refusal(module=prefix or type(module).__name__, reason=why[0], remedy=why[1]))
 
+    def _format_of(self, module: nn.Module, own: Mapping[str, Tensor]) -> BlockFormat | None:
+        """The format of a module's quantized tensors; None if it has none."""
+        return self._rules.kernel_of(module).format if any(name.endswith(SCALE_SUFFIX) for name in own) else None
+
     def _why_not_loaded(self, prefix: str, module: nn.Module, own: Mapping[str, Tensor]) -> Why:
         """Say why the live tensors are not those of the twin, each filled exactly once; None if they are."""
-        has_scales = any(name + SCALE_SUFFIX in own for name in own)
-        block_format = self._rules.kernel_of(module).format if has_scales else None
+        block_format = self._format_of(module, own)
         for name, tensor in own.items():
             is_coded = block_format is not None and name + SCALE_SUFFIX in own
             shape = (

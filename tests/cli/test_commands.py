@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from importlib.metadata import EntryPoints
+from typing import get_args
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from fp8refit.cli import commands as cli
 from fp8refit.cli import demo, doctor
 from fp8refit.cli.guards import ended_in_order
 from fp8refit.cli.show_layout import show_layout
+from fp8refit.live.formats import FLOAT_SCALES
 from fp8refit.live.layout import EngineLayout, KvLayout, SlotLayout
 from fp8refit.live.slots import SCALE_SUFFIX
 
@@ -356,6 +358,10 @@ def test_quantize_writes_what_the_engine_then_holds(checkpoint, tmp_path):
     expected = to_block_fp8(make_model()).state_dict()
     for name, tensor in engine.state_dict().items():
         assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)), name
+
+
+def test_checkpoints_get_scales_of_every_kind_but_exponents():
+    assert {*get_args(cli._FloatScales)} == {*FLOAT_SCALES}
 
 
 def test_quantize_in_a_format(checkpoint, tmp_path):

@@ -16,7 +16,7 @@ from fp8refit.kernels.triton_table import TritonTable
 from fp8refit.kernels.work import Action, Task
 from fp8refit.live.formats import MXFP8, BlockFormat, Placement, ScaleFormat
 from fp8refit.live.slots import FP8_DTYPE, Op
-from tests.kernels.tables import assert_same_as_reference, copy_task, quantize_task
+from tests.kernels.tables import assert_same_as_reference, quantize_task
 from tests.kernels.test_quantize import SPECIALS, random_matrix
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning")
@@ -163,10 +163,3 @@ def test_changed_codes_and_scales_are_counted(make, device):
         assert table.changes() == {0: (num_codes, num_scales)}
         table.launch(check=True, action=Action.COMPARE)
         assert table.differing_tasks() == []
-
-
-def test_bytes_of_scales_are_copied_and_255_is_flagged(device):
-    scales = torch.arange(256, dtype=torch.uint8, device=device).view(8, 32)
-    task = copy_task(scales, op=Op.COPY_SCALES, format=MXFP8)
-    assert assert_same_as_reference([task, copy_task(scales[:7], op=Op.COPY_SCALES, format=MXFP8)]) == [0]
-    assert torch.equal(task.target, scales)

@@ -505,11 +505,15 @@ def test_tensors_that_this_rank_does_not_know_are_asked_for_again(server, model,
     policy = on_the_gpu(make_policy(model, seed=1), driver)
     export = exporter_of(driver).export(policy)
     known = messages.MappedTensors(digest=export.digest)
-    refused(server, prepare("a", known), TensorsForgottenError, "no longer has the tensors of the last refit; refit again")
+    refused(
+        server, prepare("a", known), TensorsForgottenError, "no longer has the tensors of the last refit; refit again"
+    )
     write(server, "b", mapped(export))
     do(server, messages.Do(step="close"))
     refused(server, prepare("c", known), TensorsForgottenError, "no longer has the tensors")
-    refused(server, prepare("d", messages.MappedTensors(digest="other")), TensorsForgottenError, "no longer has the tensors")
+    refused(
+        server, prepare("d", messages.MappedTensors(digest="other")), TensorsForgottenError, "no longer has the tensors"
+    )
     write(server, "e", mapped(export))
 
 
