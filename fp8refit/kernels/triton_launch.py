@@ -246,11 +246,17 @@ def _put_codes(code, target_at, mask, WRITE: tl.constexpr, COMPARE: tl.constexpr
     """Count the codes that are not there, and store them."""
     num_other = 0
     if COMPARE:
-        held = tl.load(target_at.to(tl.pointer_type(tl.int8), bitcast=True), mask=mask, other=0)
-        is_other = (code.to(tl.int8, bitcast=True) != held) & mask
+        bytes_at = target_at.to(tl.pointer_type(tl.int8), bitcast=True)
+        held = tl.load(bytes_at, mask=mask, other=0)
+        new = code.to(tl.int8, bitcast=True)
+        if WRITE:  # ptxas of CUDA 12.8 compares other registers than those that it stores, so they are read again
+            tl.store(bytes_at, new, mask=mask)
+            tl.debug_barrier()
+            new = tl.load(bytes_at, mask=mask, other=0, volatile=True)
+        is_other = (new != held) & mask
         # Not a sum of integers: ptxas of CUDA 12.8 to 13.0 dies of what Triton 3.6 and 3.7 make of it beside the store.
         num_other = tl.sum(tl.sum(tl.where(is_other, 1.0, 0.0), axis=1), axis=0).to(tl.int32)
-    if WRITE:
+    elif WRITE:
         tl.store(target_at, code, mask=mask)
     return num_other
 
