@@ -23,7 +23,7 @@ from fp8refit.bench import KernelBenchResult, RefitBenchResult, RolloutBenchResu
 from fp8refit.checkpoint import CheckpointReport, PushResult, outputs, quantize, whole_folder
 from fp8refit.cli import commands as cli
 from fp8refit.kernels.reference import quantize_reference
-from fp8refit.live.formats import BlockFormat, ScaleFormat
+from fp8refit.live.formats import FLOAT_SCALES, BlockFormat, ScaleFormat
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.slots import SCALE_SUFFIX, dtype_name
 from tests.fake_server import URL, Running, entry_point_of
@@ -269,7 +269,7 @@ def cases(test):
     place=st.sampled_from(NEW * 2 + TAKEN),
     like=st.sampled_from([None, None, "good", "other tensors", "odd", b"", b"{}", b"\xff", "no file"]),
     odd=st.tuples(st.sampled_from(["block_size", "dtype", "full_shape", "name", "scale_format"]), ODD_VALUES),
-    form=st.sampled_from([*ScaleFormat, *ScaleFormat, "fp16", ""]),
+    form=st.sampled_from([*ScaleFormat, *FLOAT_SCALES, "fp16", ""]),
     block_size=st.sampled_from([(128, 128), (64, 32), (1, 1)]),
     limit=st.sampled_from([None, None, None, 100, 1000, 20_000]),
     stop=st.tuples(st.sampled_from([None, None, signal.SIGTERM, signal.SIGHUP, signal.SIGINT]), st.integers(1, 800)),
@@ -285,7 +285,7 @@ def test_quantize_is_whole_or_leaves_nothing(weights, config, place, like, odd, 
             (src / "config.json").write_bytes(show(config))
         (src / "tokenizer.json").write_text("{}")
         options = ["--scale-format", form, *(["--json"] if as_json else [])]
-        is_known = form in set(ScaleFormat)
+        is_known = form in FLOAT_SCALES
         sizes = {"block_size": block_size} if like is not None else {}
         block_format = BlockFormat(scale_format=ScaleFormat(form) if is_known else ScaleFormat.FP32, **sizes)
         if like is not None:

@@ -299,7 +299,7 @@ def test_a_bad_value_flags_its_task_alone(value, dtype, device):
     weights = [random_matrix(129, 127, dtype, seed=seed).to(device) for seed in range(3)]
     weights[1][128, 126] = value
     tasks = [quantize_task(weight, scale_format=scale_format) for scale_format in FLOAT_SCALES for weight in weights]
-    assert assert_same_as_reference(tasks) == [3 * number + 1 for number in range(len(ScaleFormat))]
+    assert assert_same_as_reference(tasks) == [3 * number + 1 for number in range(len(FLOAT_SCALES))]
 
 
 def test_a_bad_value_is_not_looked_for_unless_asked(device):

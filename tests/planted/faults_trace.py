@@ -73,9 +73,9 @@ FAULTS = [
     ),
     Fault(
         name="what is put in order after a fill is read from the start of its source",
-        at="fp8refit/tracing/staged.py::Staged.refresh",
-        before="room.view(-1).as_strided(sizes, [run.stride for run in copy.runs], copy.start)",
-        after="room.view(-1).as_strided(sizes, [run.stride for run in copy.runs], 0)",
+        at="fp8refit/tracing/staged.py::Staged._places",
+        before="room.as_strided([run.size for run in copy.runs], strides, copy.start)",
+        after="room.as_strided([run.size for run in copy.runs], strides, 0)",
         found_by=FUZZER,
     ),
     Fault(
