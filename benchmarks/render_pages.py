@@ -44,6 +44,8 @@ REFITS = {
     "vllm elsewhere": "bench_refit_vllm_outside_qwen3-8b_h200.json",
     "experts": "bench_refit_vllm_inside_qwen3-30b-a3b_h200.json",
     "sglang": "bench_refit_sglang_outside_qwen3-8b_h200.json",
+    "broadcast": "bench_refit_vllm_broadcast_qwen3-8b_h200.json",
+    "server": "bench_refit_vllm_server_qwen3-8b_h200.json",
 }
 """Results of `fp8refit bench refit` that pages beside docs/benchmarks.md show."""
 OLD = "†"
@@ -107,7 +109,11 @@ def render() -> dict[str, dict[str, str]]:
             "families": render_families(),
         },
         "docs/weight-transfer.md": {"transfer": render_transfer(transfer) + render_ages([transfer])},
-        "docs/broadcast.md": {"broadcasts": render_broadcasts(broadcasts) + render_ages(broadcasts)},
+        "docs/broadcast.md": {
+            "pushes": render_ways([refits[name] for name in PUSHES_OF], PUSHES)
+            + render_ages(_as_read(refits, name) for name in PUSHES_OF),
+            "broadcasts": render_broadcasts(broadcasts) + render_ages(broadcasts),
+        },
         "docs/sources.md": {
             "streams": render_ways([refits[name] for name in SOURCES_OF], SOURCES)
             + render_ages(_as_read(refits, name) for name in SOURCES_OF)
@@ -145,18 +151,16 @@ def _as_read(refits: dict[str, RefitBenchResult], name: str) -> dict[str, Any]:
 
 def read_highlights() -> list[Row]:
     """From the committed results."""
-    return highlights(read_refits(), _read_all(BROADCASTS), _read_all(SERVERS))
+    return highlights(read_refits())
 
 
-def highlights(
-    refits: dict[str, RefitBenchResult], broadcasts: list[dict[str, Any]], servers: list[dict[str, Any]]
-) -> list[Row]:
+def highlights(refits: dict[str, RefitBenchResult]) -> list[Row]:
     """The README's rows: what a refit takes in each setting, and what it is compared with; fast ways, then slow ones."""
-    sent = next(found for found in broadcasts if "to 1 vLLM engine(s) of 1 rank(s)" in found["what"])
-    served = next(found for found in servers if "vllm server" in found["what"])
-    failed = f"{served['keep']['failed_requests']} of {served['keep']['requests']} requests failed"
+    clients = refits["server"].clients
+    assert clients is not None
+    failed = f"{clients.failed} of {clients.requests} requests failed"
     reload = "vLLM's `reload_weights`: {:.0f} ms"
-    vllm, elsewhere, experts, sglang = (_as_read(refits, name) for name in REFITS)
+    vllm, elsewhere, experts, sglang, sent, served = (_as_read(refits, name) for name in REFITS)
 
     def ms(name: str, way: str) -> float:
         return refits[name].other(way).wall_ms.median
@@ -181,13 +185,13 @@ def highlights(
         ),
         (
             "broadcast to vLLM on another GPU",
-            1e3 * sent["seconds"]["fp8"],
+            ms("broadcast", "broadcast"),
             "BF16 on the wire: {:.1f} ms",
-            1e3 * sent["seconds"]["bf16"],
+            ms("broadcast", "broadcast-bf16"),
             sent,
             PARTS,
         ),
-        ("vLLM server answering 16 clients", 1e3 * served["keep"]["push_s"], failed, None, served, PARTS),
+        ("vLLM server answering 16 clients", ms("server", "broadcast"), failed, None, served, PARTS),
         (
             "TRL sending one tensor at a time, with the drop-in",
             ms("vllm", "drop-in-tensors"),
@@ -230,24 +234,24 @@ def highlights(
 
 
 def render_highlights(rows: list[Row], single: dict[str, Any], sglang: dict[str, Any]) -> str:
-    """The README's table."""
+    """The README's table. A row of earlier code goes."""
     compared: list[tuple[dict[str, Any], Iterable[str]]] = [(single, INSIDE), (sglang, PARTS)]
     equals = "equals" if all(is_equal(found["equal_to_fresh_boot"]) for found, _ in compared) else "does NOT equal"
     mark = f" {OLD}" if any(changed_since(found, parts) for found, parts in compared) else ""
     table = "".join(
-        f"| {what}{f' {OLD}' if changed_since(found, parts) else ''} | **{ms:.1f} ms** | {beside.format(beside_ms)} |\n"
+        f"| {what} | **{ms:.1f} ms** | {beside.format(beside_ms)} |\n"
         for what, ms, beside, beside_ms, found, parts in rows
+        if not changed_since(found, parts)
     )
     return (
-        f"Qwen3-8B shape, {single['gpu']}, medians. First two rows: the refitted engine {equals} a fresh "
-        f"boot{mark} in bytes, tokens and log-probabilities ([builds side by side](docs/speed.md#later-builds)).\n\n"
-        f"| | refit | compared with |\n| --- | ---: | --- |\n"
-        f"{table}{_footnote([*compared, *((found, parts) for *_, found, parts in rows)])}"
+        f"Qwen3-8B shape, {single['gpu']}, medians. A refitted vLLM or SGLang {equals} a freshly booted "
+        f"one{mark} in bytes, tokens and log-probabilities ([builds side by side](docs/speed.md#later-builds)).\n\n"
+        f"| | refit | compared with |\n| --- | ---: | --- |\n{table}{_footnote(compared)}"
     )
 
 
 def _footnote(results: list[tuple[dict[str, Any], Iterable[str]]]) -> str:
-    """What the mark of rows says: their commits, in order, and what has changed since any of them."""
+    """What a mark says: commits, in order, and what has changed since any of them."""
     old = [(found, changed_since(found, parts)) for found, parts in results if changed_since(found, parts)]
     commits = ", ".join(dict.fromkeys(str(found.get("commit") or found.get("recorded_in")) for found, _ in old))
     changed = [part for part in PARTS if any(f"`{part}`" in names for _, names in old)]
@@ -712,6 +716,8 @@ TRANSFERS = (
     "drop-in-512mib",
     "transfer-512mib",
 )
+PUSHES_OF = ("broadcast", "server")
+PUSHES = (OURS, "broadcast", "broadcast-bf16")
 SGLANGS = (OURS, "update_weights_from_tensor-512mib", "update_weights_from_tensor-2gib")
 """Ways that pages show, in their order."""
 
@@ -735,11 +741,21 @@ def render_ways(results: list[RefitBenchResult], ways: Iterable[str]) -> str:
     commands = "\n".join(found.command for found in results)
     versions = {f"{engine_name(found.config.engine)} {found.versions[found.config.engine]}" for found in results}
     return (
-        f"One {results[0].gpu}, {', '.join(sorted(versions))}, torch {results[0].versions['torch']}; BF16 tensors on the "
-        f"engine's GPU unless the row says otherwise; {'; '.join(sizes.values())}. Medians of whole calls in ms. After each, "
+        f"{results[0].gpu}, {', '.join(sorted(versions))}, torch {results[0].versions['torch']}; BF16 tensors on "
+        f"{'another' if results[0].config.gpu is not None else 'the engine\'s'} GPU unless the row says otherwise; "
+        f"{'; '.join(sizes.values())}.{''.join(map(_said_of_clients, results))} Medians of whole calls in ms. After each, "
         f"the engine's bytes are those of a refit, unless the row names another policy, or marks its own with *.\n\n"
         f"| | {' | '.join(heads)} |\n| --- |{' ---: |' * len(heads)}\n{''.join(rows)}\n"
         f"To measure again:\n\n```bash\n{commands}\n```\n"
+    )
+
+
+def _said_of_clients(found: RefitBenchResult) -> str:
+    if found.clients is None:
+        return ""
+    return (
+        f" The server answers {found.config.clients} clients meanwhile (`in_flight=\"{found.config.in_flight}\"`): "
+        f"{found.clients.failed} of {found.clients.requests} requests failed."
     )
 
 

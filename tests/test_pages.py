@@ -70,8 +70,6 @@ def highlights(**changed):
     given = {
         "single": read("vllm_qwen3-8b_h200.json"),
         "sglang": read("sglang_qwen3-8b_h200.json"),
-        "broadcasts": [read("broadcast_tp2_h200.json"), read("broadcast_tp1_h200.json")],
-        "servers": [read("servers_sglang_h200.json"), read("servers_vllm_h200.json")],
         "refits": RENDERER.read_refits(),
     }
     given |= changed
