@@ -312,7 +312,8 @@ def figures(measured: Measured) -> dict[str, tuple[Plot, list[RefitBenchResult]]
     """What draws each picture, and from which results, by the picture's name."""
     if not measured.refits:
         return {}
-    found: dict[str, tuple[Plot, list[RefitBenchResult]]] = {"roofline.png": (plot_roofline, measured.all_refits)}
+    here = [result for result in measured.all_refits if result.config.gpu is None]  # others read over NVLink
+    found: dict[str, tuple[Plot, list[RefitBenchResult]]] = {"roofline.png": (plot_roofline, here)}
     for boot, results in measured.refits.items():
         found[f"{_slug(boot)}_phases.png"] = (plot_phases, results)
         found[f"{_slug(boot)}_comparison.png"] = (plot_comparison, results)
@@ -324,12 +325,13 @@ def _title(boot: str) -> str:
     said = [NAMES.get(engine, engine)]
     how = options[options.index("--quantization") + 1] if "--quantization" in options else "block FP8"
     said += [f"booted to quantize BF16 weights itself ({how})"] if "--online" in options else []
-    said += [PLACES[options[-1]]] if "--place" in options else []
+    said += [PLACES[options[options.index("--place") + 1]]] if "--place" in options else []
+    said += ["the policies on another GPU"] if "--gpu" in options else []
     return ", ".join(said)
 
 
 def _slug(boot: str) -> str:
-    return re.sub(r"\W+", "-", re.sub("--(place|quantization) ", "", boot))
+    return re.sub(r"\W+", "-", re.sub(r"--gpu \d+", "from-another-gpu", re.sub("--(place|quantization) ", "", boot)))
 
 
 def _versions(results: Iterable[RefitBenchResult | KernelBenchResult | RolloutBenchResult]) -> str:

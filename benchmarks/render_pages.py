@@ -739,10 +739,11 @@ def render_ways(results: list[RefitBenchResult], ways: Iterable[str]) -> str:
         for found in results
     }
     commands = "\n".join(found.command for found in results)
+    whose = "the engine's" if results[0].config.gpu is None else "another"
     versions = {f"{engine_name(found.config.engine)} {found.versions[found.config.engine]}" for found in results}
     return (
         f"{results[0].gpu}, {', '.join(sorted(versions))}, torch {results[0].versions['torch']}; BF16 tensors on "
-        f"{'another' if results[0].config.gpu is not None else 'the engine\'s'} GPU unless the row says otherwise; "
+        f"{whose} GPU unless the row says otherwise; "
         f"{'; '.join(sizes.values())}.{''.join(map(_said_of_clients, results))} Medians of whole calls in ms. After each, "
         f"the engine's bytes are those of a refit, unless the row names another policy, or marks its own with *.\n\n"
         f"| | {' | '.join(heads)} |\n| --- |{' ---: |' * len(heads)}\n{''.join(rows)}\n"
@@ -754,7 +755,7 @@ def _said_of_clients(found: RefitBenchResult) -> str:
     if found.clients is None:
         return ""
     return (
-        f" The server answers {found.config.clients} clients meanwhile (`in_flight=\"{found.config.in_flight}\"`): "
+        f' The server answers {found.config.clients} clients meanwhile (`in_flight="{found.config.in_flight}"`): '
         f"{found.clients.failed} of {found.clients.requests} requests failed."
     )
 

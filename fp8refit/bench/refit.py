@@ -70,11 +70,12 @@ class RefitBenchConfig(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def flags(self) -> list[str]:
-        """The options of the command line that say how it was booted."""
+        """The options of the command line that say how it was booted, and where the policies are."""
         default = type(self).model_fields["quantization"].default
         how = [] if self.quantization == default else [f"--quantization {self.quantization}"]
         place = [] if self.place is None else [f"--place {self.place}"]
-        return [*(["--online", *how] if self.online else []), *place]
+        gpu = [] if self.gpu is None else [f"--gpu {self.gpu}"]
+        return [*(["--online", *how] if self.online else []), *place, *gpu]
 
 
 class StrategyResult(BaseModel, frozen=True):
@@ -372,7 +373,6 @@ class _Bench:
         config = self._config
         parts = ["fp8refit bench refit", f"--engine {config.engine}", f"--model {config.model}", f"--tp {config.tp}"]
         parts += config.flags
-        parts += [] if config.gpu is None else [f"--gpu {config.gpu}"]
         parts += [f"--clients {config.clients}"] if config.clients else []
         parts += [f"--in-flight {config.in_flight}"] if config.in_flight != "wait" else []
         parts += [f"--rounds {config.rounds}", f"--warm-up {config.warm_up}", f"--seed {config.seed}"]

@@ -43,3 +43,16 @@ def test_vllms_own_reload_takes_ten_times_as_long_without_the_flush():
 
 def test_host_work_is_a_microsecond_a_tensor():
     assert REFITS["experts"].host_ms.median <= 10 + 1e-3 * REFITS["experts"].num_tensors
+
+
+@pytest.mark.parametrize(
+    ("quantization", "over_copy"), [("mxfp8", 1.30), ("fp8_per_channel", 1.15), ("fp8_per_tensor", 1.15)]
+)
+def test_other_formats_are_near_copy_speed_too_and_equal_vllms_own_reload(quantization, over_copy):
+    """Per tensor, the source is read twice."""
+    file = RENDERER.RESULTS / f"bench_refit_vllm_{quantization}_qwen3-8b_h200.json"
+    found = RefitBenchResult.model_validate_json(file.read_bytes())
+    assert found.config.quantization == quantization and found.is_repeatable
+    assert found.fill_over_copy <= over_copy
+    assert all(other.is_repeatable and other.equals_ours for other in found.others)
+    assert found.other("reload_weights").wall_ms.median >= 10 * found.wall_ms.median
