@@ -331,7 +331,7 @@ def _title(boot: str) -> str:
 
 
 def _slug(boot: str) -> str:
-    return re.sub(r"\W+", "-", re.sub(r"--gpu \d+", "from-another-gpu", re.sub("--(place|quantization) ", "", boot)))
+    return re.sub(r"\W+", "-", re.sub("--(place|quantization) ", "", boot))
 
 
 def _versions(results: Iterable[RefitBenchResult | KernelBenchResult | RolloutBenchResult]) -> str:

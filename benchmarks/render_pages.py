@@ -909,7 +909,8 @@ def figures() -> dict[str, tuple[str, list[Bar]]]:
     """What is drawn into docs/figures: a title and bars, by the picture's name."""
     refits = read_refits()
     layouts = [read(RESULTS / name) for name in LAYOUTS]
-    pairs = [row for row in read_highlights() if row[3] is not None and not row[0].startswith("slow")]
+    rows = [row for row in read_highlights() if not changed_since(row[4], row[5])]
+    pairs = [row for row in rows if row[3] is not None and not row[0].startswith("slow")]
     beside = [
         bar
         for what, ms, said, beside_ms, *_ in pairs

@@ -105,6 +105,8 @@ def median_of(result, way):
 
 NOT_MEASURED = {
     "SGLang",
+    "broadcast to vLLM on another GPU",
+    "vLLM server answering 16 clients",
     "slow: another state dict each time, vLLM in another process",
     "slow: CPU tensors, vLLM in another process",
 }

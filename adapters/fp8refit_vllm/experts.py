@@ -12,7 +12,8 @@ from fp8refit_vllm.compat import MX_SCALES, block_format
 _DEEP_GEMM = ("DEEPGEMM", "BATCHED_DEEPGEMM")
 EXPERTS_BACKENDS = frozenset({"TRITON", "BATCHED_TRITON", "FLASHINFER_CUTLASS", *_DEEP_GEMM})
 """vLLM's expert kernels that read weights in the layout that slots are written in."""
-_OF_MXFP8 = frozenset({"MARLIN", "TRITON_MXFP8", "EMULATION"})
+MARLIN = "MARLIN"
+_OF_MXFP8 = frozenset({MARLIN, "TRITON_MXFP8", "EMULATION"})
 """Those that read MXFP8, in tiles or in rows."""
 
 _LEAST_FLASHINFER_SCALE = 1e-10

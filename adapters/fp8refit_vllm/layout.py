@@ -13,6 +13,7 @@ from fp8refit.tracing.stored import is_experts
 from fp8refit_vllm.activations import ACTIVATION_SCALES
 from fp8refit_vllm.compat import block_format, dequantized, linear_kernel, wants_powers_of_two
 from fp8refit_vllm.experts import (
+    MARLIN,
     experts_backend,
     kernel_of_experts,
     scales_of_experts,
@@ -51,6 +52,13 @@ _KV_SCALES = (
 )
 _KEPT = frozenset((*_ABSORBED, _JOINED_GATES, "kv_cache", "lora_manager", *_KV_SCALES, *ACTIVATION_SCALES))
 _KEPT_BY_LORA = frozenset(("punica_wrapper", "adapter_enabled"))
+
+
+def _is_tiled(module: nn.Module) -> bool:
+    """Whether Marlin multiplies by its weights."""
+    if is_experts(module):
+        return experts_backend(module) == MARLIN
+    return "weight" in module._parameters and type(linear_kernel(module)).__name__ in TILED_KERNELS
 
 
 def _join_gates(layer: Any) -> None:
@@ -105,8 +113,7 @@ class VllmRules:
         own = vars(module) | module._buffers | module._parameters
         is_adapted = "base_layer" in module._modules
         kept = [key for key in own if key in _KEPT or (is_adapted and ("lora" in key or key in _KEPT_BY_LORA))]
-        is_tiled = "weight" in own and type(linear_kernel(module)).__name__ in TILED_KERNELS
-        return [*kept, *([_WORKSPACE] if is_tiled and _WORKSPACE in own else [])]
+        return [*kept, *([_WORKSPACE] if _WORKSPACE in own and _is_tiled(module) else [])]
 
     def dequantize(self, layer: Any, dtype: torch.dtype) -> Tensor:
         """By vLLM's own function."""

@@ -218,3 +218,13 @@ def test_noise_in_the_kv_scales_of_a_dummy_boot_is_put_right_once(load_format):
         refresh.run()
     assert attention._k_scale.item() == 0.5
     assert live.read_inventory().refreshes == ()
+
+
+@pytest.mark.parametrize("backend", ["MARLIN", "TRITON"])
+def test_the_locks_of_marlins_experts_are_no_copies_of_weights(backend):
+    """vLLM before 0.31 keeps them on the layer."""
+    experts = nn.Module()
+    experts.w13_weight = nn.Parameter(torch.zeros(2, 4, 4), requires_grad=False)
+    experts.quant_method = SimpleNamespace(fp8_backend=SimpleNamespace(name=backend))
+    experts.workspace = torch.zeros(528, dtype=torch.int32)
+    assert list(VllmRules().kept(experts)) == (["workspace"] if backend == "MARLIN" else [])

@@ -322,6 +322,20 @@ def test_ranks_that_may_read_the_ring_are_asked_before_it_is_used_again(layout, 
     steady.refit(4)
 
 
+@pytest.mark.parametrize("is_flushed", [True, False])
+def test_tensors_that_a_rank_forgot_are_sent_again_and_caches_dropped_before_they_are_written(is_flushed, open_steady):
+    steady = open_steady("auto")
+    steady.channel.servers[-1].orders.forget()
+    if not is_flushed:
+        steady.channel.keeps_caches = True
+        steady.refuse(CacheFlushError, "the prefix cache")
+        return
+    assert steady.refit(2).phases_s["flush"] >= FLUSH_S
+    assert steady.channel.exchanges == [["prepare"], ["abandon"], steady.orders]
+    steady.refit(3)
+    assert steady.channel.exchanges[3:] == [steady.orders]
+
+
 def test_ranks_agree_once_before_they_write_what_they_know(steady, monkeypatch):
     phases = []
 

@@ -87,11 +87,11 @@ class HostRoute:
             return await self._prepare_once(source, job)
         return await self._prepare_once(source, job)  # now they are sent in full
 
-    async def _prepare_once(self, source: Source, job: Job) -> Offered:
+    async def _prepare_once(self, source: Source, job: Job, *, is_again: bool = False) -> Offered:
         self._source = source
-        return await self.or_abandon(self._prepare(source, job))
+        return await self.or_abandon(self._prepare(source, job, is_again=is_again))
 
-    async def _prepare(self, source: Source, job: Job) -> Offered:
+    async def _prepare(self, source: Source, job: Job, *, is_again: bool) -> Offered:
         ranks, ranks.refit = self._ranks, uuid.uuid4().hex
         # Before the first refit ranks take seconds to read their layout. If their engine can, they do so while the policy is
         # described here.
@@ -104,7 +104,7 @@ class HostRoute:
         order = messages.Prepare(refit=ranks.refit, job=job, source=offer, keeps=self.keeps(offer))
         is_stream = isinstance(offer, messages.Pushed)
         is_known = offer == self._streamed if is_stream else order.is_known
-        waits = is_known and job.kv is None and not job.compares and ranks.takes_pairs(begins=is_stream)
+        waits = (is_known or is_again) and job.kv is None and not job.compares and ranks.takes_pairs(begins=is_stream)
         if not waits:
             await ranks.ask(order)
         if isinstance(offer, messages.Pushed) and not job.compares:
@@ -126,17 +126,21 @@ class HostRoute:
             RefitError: A rank's error.
             BaseException: Whatever reading a stream raised.
         """
-        try:
-            replies = await self._write_once(offered)
-        except TensorsForgottenError:  # nothing is written; now they are sent in full
-            replies = await self._write_once(await self._prepare_once(offered.source, offered.order.job))
-        self._ranks.refit, self._source = "", None
-        return self._ranks.reports(replies)
+        with ErrorCapture() as failed:
+            return await self._write_once(offered)
+        if isinstance(failed.error, TensorsForgottenError):
+            # Nothing is written. Now they are sent in full, with the write again, because caches are dropped in between.
+            again = await self._prepare_once(offered.source, offered.order.job, is_again=True)
+            assert again.waits, "what waited once waits again"
+            return await self._write_once(again)
+        raise failed.take()
 
-    async def _write_once(self, offered: Offered) -> Sequence[Reply]:
+    async def _write_once(self, offered: Offered) -> Sequence[RankReport]:
         if not offered.order.job.compares:
             self._ranks.is_dirty = True
-        return await self.or_abandon(self._write(offered))
+        replies = await self.or_abandon(self._write(offered))
+        self._ranks.refit, self._source = "", None
+        return self._ranks.reports(replies)
 
     async def _write(self, offered: Offered) -> Sequence[Reply]:
         ranks, job = self._ranks, offered.order.job

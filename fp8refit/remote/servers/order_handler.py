@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
-from fp8refit.errors import EngineBusyError, RankFailedError, RefitError
+from fp8refit.errors import EngineBusyError, RankFailedError, RefitError, TensorsForgottenError
 from fp8refit.remote.protocol import messages
 from fp8refit.remote.protocol.channel import Answers, Channel
 from fp8refit.remote.protocol.messages import Place
@@ -132,7 +132,8 @@ class OrderHandler:
                     "the server gave this refit up or was restarted, and serves requests; refit again"
                 )
             answers = await self._send(order.messages, order.timeouts_s)
-            if failure := next(filter(None, map(messages.failure_of, answers.said)), None):
+            failure = next(filter(None, map(messages.failure_of, answers.said)), None)
+            if failure not in (None, TensorsForgottenError.__name__):  # after which the driver sends them again
                 self._note(failure=failure)
             return Answer(said=tuple(answers.said), is_refused=answers.is_refused, flush_s=answers.flush_s)
         if isinstance(order, orders.Tokenize):

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from fp8refit import Refitter
-from fp8refit.errors import InvalidSourceError, NonFiniteError
+from fp8refit.errors import InvalidSourceError, NonFiniteError, TensorsForgottenError
 from fp8refit.remote.servers.metrics import exported
 from fp8refit.remote.servers.order_handler import OrderHandler
 from fp8refit.remote.servers.orders import Resume
-from tests.fake_ranks import Q_PROJ
+from tests.fake_ranks import Q_PROJ, arm
 from tests.fake_server import URL, Running, entry_point_of
 from tests.remote.servers.test_server_driver import dying_driver, give, pause, wait_until
 
@@ -73,6 +73,13 @@ def test_refits_are_counted_and_failures_by_kind(running, values):
     assert (values["fp8refit_failures", "NonFiniteError"], values["fp8refit_is_dirty"]) == (1, 1)
     refitter.refit(policy)
     assert (values["fp8refit_refits"], values["fp8refit_version"], values["fp8refit_is_dirty"]) == (2, 2, 0)
+
+
+def test_what_the_driver_mends_in_the_same_refit_is_no_failure(running, values):
+    arm(running.cluster.targets[0], "judged", TensorsForgottenError("gone"))
+    Refitter(URL).refit(running.cluster.make_policy(1))
+    assert values["fp8refit_refits"] == 1
+    assert [name for name in values if name[0] == "fp8refit_failures"] == []
 
 
 def test_a_driver_that_dies_is_counted(running, values):
