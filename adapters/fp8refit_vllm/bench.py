@@ -17,7 +17,7 @@ from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.slots import Inventory
 from fp8refit.tracing.inventory import inventory_of
-from fp8refit_vllm.bench_transfers import Receiver, by_buckets, by_calls
+from fp8refit_vllm.bench_transfers import Receiver, Wire, by_buckets, by_calls
 from fp8refit_vllm.compat import VERSIONS
 from fp8refit_vllm.core_compat import in_process_executor
 from fp8refit_vllm.layout import VllmRules
@@ -69,11 +69,10 @@ class VllmBench:
         executor, is_online = in_process_executor(self.candidate.llm_engine), wanted.quantization is not None
         self.worker = None
         self._inventory = Inventory(slots=())
-        self.strategies: Sequence[Strategy] = (
-            tuple(by_buckets(self.candidate, is_online=is_online))
-            if wanted.tp == 1 and torch.cuda.is_available()
-            else ()
-        )
+        self.strategies: Sequence[Strategy] = ()
+        if wanted.tp == 1 and executor is None:
+            buckets = by_buckets(self.candidate, is_online=is_online) if torch.cuda.is_available() else ()
+            self.strategies = (*buckets, Wire(self.candidate).strategy)
         if executor is not None:
             self.worker = worker = executor.driver_worker.worker
             network = worker.model_runner.get_model()

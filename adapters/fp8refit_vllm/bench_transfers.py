@@ -1,7 +1,8 @@
 """Policies that come to vLLM as trainers send them, in the refit benchmark: with the drop-in, and without.
 
 One tensor a call, from the process of the worker (as TRL does, colocated); or in buckets through one CUDA IPC handle, each
-acknowledged before the next, and a larger tensor by a handle of its own (verl's protocol).
+acknowledged before the next, and a larger tensor by a handle of its own (verl's protocol). And what a broadcast takes at least:
+NCCL's own, of as many bytes.
 """
 
 import pickle
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -17,6 +19,9 @@ from torch import Tensor
 
 from fp8refit.bench.engine import Loads, Strategy
 from fp8refit.driver.drop_in import DropInOptions
+from fp8refit.driver.refitter import Refitter
+from fp8refit.live.layout import EngineLayout
+from fp8refit.transport.collective.communicator import Backend, Communicator, Meeting
 from fp8refit_vllm import drop_in
 from fp8refit_vllm.worker import Extension, rank_of
 
@@ -26,6 +31,8 @@ _WAIT_MS = 60_000
 """For the other end of a transfer, which may have failed."""
 _DROP_IN_UNTIMED = 3
 """Until it knows in which order a policy comes."""
+_WIRE_S = 60.0
+_WIRE_BUFFER_BYTES = 1 << 30
 _CUDA_INDEX = 6
 """Where the device is among what `torch.multiprocessing` says of a tensor."""
 
@@ -77,7 +84,26 @@ def switch(worker: Any, how: How) -> None:
 
 
 class Receiver(Extension):
-    """For `worker_extension_cls`: the other end of `_Sender`."""
+    """For `worker_extension_cls`: the other end of `_Sender`, and of `Wire`."""
+
+    _member: Communicator
+
+    def join_trainer(self, meeting: str) -> None:
+        """Join a group whose rank 0 is a trainer.
+
+        Args:
+            meeting: Where, as JSON.
+        """
+        self._member = Communicator.find(Meeting.model_validate_json(meeting), 1, timeout_s=_WIRE_S)
+        self._member.join(self.device, timeout_s=_WIRE_S)  # type: ignore[attr-defined]
+
+    def receive_bytes(self, num_bytes: int) -> None:
+        """Receive what a trainer broadcasts, and do nothing with it."""
+        broadcast_bytes(self._member, self.device, num_bytes)  # type: ignore[attr-defined]
+
+    def leave_trainer(self) -> None:
+        """Leave the group."""
+        self._member.abort()
 
     def switch_transfer(self, how: str) -> None:
         """Put the drop-in in, or take it out."""
@@ -166,6 +192,80 @@ class _Sender:
             torch.cuda.synchronize()
             ask((parts, None))
             ask(b"")
+
+
+def broadcast_bytes(member: Communicator, device: torch.device, num_bytes: int) -> None:
+    """Broadcast some bytes back to back. Every member of the group calls this."""
+    size = min(_WIRE_BUFFER_BYTES, num_bytes)
+    buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+    sizes = [min(_WIRE_BUFFER_BYTES, num_bytes - start) for start in range(0, num_bytes, _WIRE_BUFFER_BYTES)]
+    transfers = [member.broadcast(buffers[place % 2][:size], timeout_s=_WIRE_S) for place, size in enumerate(sizes)]
+    for transfer in transfers:
+        member.wait(transfer, timeout_s=_WIRE_S)
+
+
+class Wire:
+    """A group of a trainer and an engine of one rank, on different GPUs, in which bytes are broadcast and nothing else."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._member: Communicator | None = None
+        self._num_bytes = 0
+
+    @property
+    def strategy(self) -> Strategy:
+        """What the wire takes by itself."""
+        return Strategy(
+            name="nccl",
+            summary="NCCL's broadcast of as many bytes as the engine holds, and nothing else",
+            update=self._send,
+            prepare=self._join,
+            undo=self._leave,
+            loads=Loads.NOTHING,
+            is_on_request=True,
+        )
+
+    def _join(self, policy: Mapping[str, Tensor]) -> None:
+        device = _device_of(policy)
+        backend: Backend = "nccl" if device.type == "cuda" else "gloo"
+        self._member = member = Communicator.open(host="127.0.0.1", port=0, size=2, backend=backend, timeout_s=_WIRE_S)
+        meeting = member.meeting.model_dump_json()
+        self._together("join_trainer", meeting, here=lambda: member.join(device, timeout_s=_WIRE_S))
+        with Refitter(self._llm) as refitter:
+            self._num_bytes = _bytes_held(refitter.layout())
+        self._send(policy)  # the first broadcast connects
+
+    def _send(self, policy: Mapping[str, Tensor]) -> None:
+        member, num_bytes = self._member, self._num_bytes
+        assert member is not None, "it has joined"
+        device = _device_of(policy)
+        self._together("receive_bytes", num_bytes, here=lambda: broadcast_bytes(member, device, num_bytes))
+
+    def _leave(self) -> None:
+        member, self._member = self._member, None
+        if member is not None:
+            self._together("leave_trainer", here=member.abort)
+
+    def _together(self, method: str, *args: object, here: Callable[[], object]) -> None:
+        """Do something on both sides."""
+        with ThreadPoolExecutor(1) as pool:
+            called = pool.submit(self._llm.collective_rpc, method, args=args)
+            here()
+            called.result()
+
+
+def _device_of(policy: Mapping[str, Tensor]) -> torch.device:
+    return next(iter(policy.values())).device
+
+
+def _bytes_held(layout: EngineLayout) -> int:
+    """Bytes of all weights and scales of a layout."""
+    total = 0
+    for slot in layout.slots:
+        total += prod(slot.shape) * getattr(torch, slot.dtype).itemsize
+        if slot.format is not None:
+            total += prod(slot.format.scale_shape(slot.shape)) * slot.format.scale_format.dtype.itemsize
+    return total
 
 
 def by_calls(worker: Any, *, is_online: bool) -> Iterator[Strategy]:

@@ -83,10 +83,13 @@ class Sources:
                 "update-generator", "`update` by one generator", lambda policy: self._update([iter(policy.items())])
             )
         else:
-            for name, wire in (("broadcast", "fp8"), ("broadcast-bf16", "bf16")):
-                yield _way(
-                    name, f"`Broadcaster.push`, {wire.upper()} on the wire", partial(self._broadcast, name, wire=wire)
-                )
+            pushes: dict[str, tuple[str, Options]] = {
+                "broadcast": ("FP8 on the wire", {}),
+                "broadcast-1gib": ("FP8 on the wire, in buckets of 1 GiB", {"bucket_bytes": 1 << 30}),
+                "broadcast-bf16": ("BF16 on the wire", {"collective": {"wire": "bf16"}}),
+            }
+            for name, (how, options) in pushes.items():
+                yield _way(name, f"`Broadcaster.push`, {how}", partial(self._broadcast, name, options=options))
 
     def close(self) -> None:
         """Leave what was joined."""
@@ -106,9 +109,9 @@ class Sources:
         options: Options = {**self._options, "count_changes": True}
         return self._once("counting", lambda: Refitter(self._engine.candidate, **options)).refit(policy)
 
-    def _broadcast(self, name: str, policy: Policy, wire: str) -> object:
-        options: Options = {**self._options, "collective": {"wire": wire}}
-        return self._once(name, lambda: Broadcaster([self._engine.candidate], **options)).push(policy)
+    def _broadcast(self, name: str, policy: Policy, options: Options) -> object:
+        with_these: Options = {**self._options, **options}
+        return self._once(name, lambda: Broadcaster([self._engine.candidate], **with_these)).push(policy)
 
     def _update(self, buckets: Any) -> object:
         with update(self._engine.worker) as begun:

@@ -55,7 +55,8 @@ def bench_elsewhere(starter, folder, **asked):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
 def test_ways_into_another_process_end_with_the_same_bytes(model, starter, tmp_path):
-    ways = ["cpu", "new-memory", "verify", "changes-counted", "broadcast", *(["stacked"] if model != "tiny" else [])]
+    ways = ["cpu", "new-memory", "verify", "changes-counted", "broadcast", "nccl"]
+    ways += ["stacked"] if model != "tiny" else ["broadcast-1gib"]
     found = bench_elsewhere(starter, tmp_path, place="outside", model=model, strategies=ways)
     assert [other["name"] for other in found["others"] if other["equals_ours"]] == ways
 
