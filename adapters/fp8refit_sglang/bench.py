@@ -21,6 +21,8 @@ from fp8refit_sglang.compat import VERSIONS
 
 _BUCKETS = {"512mib": ("512 MiB", 512 << 20), "2gib": ("2 GiB", 2 << 30)}
 """A bucket size that RL frameworks use, and a larger one."""
+_OWN = "fp8", "w8a8_fp8"
+"""How SGLang quantizes BF16 weights itself."""
 
 
 class SglangBench:
@@ -46,7 +48,7 @@ class SglangBench:
                 "CUDA IPC handle (`load_format='flattened_bucket'`), and flush",
                 update=partial(self._update, bucket_bytes=num_bytes),
             )
-            for label, (size, num_bytes) in _BUCKETS.items()
+            for label, (size, num_bytes) in (_BUCKETS.items() if wanted.quantization is None else ())
         )
 
     def close(self) -> None:
@@ -99,7 +101,11 @@ def _settings(wanted: RefitBoot) -> dict[str, object]:
     settings: dict[str, object] = {
         "model-path": str(wanted.model),
         "load-format": "dummy",
-        "json-model-override-args": json.dumps({"quantization_config": block_fp8(wanted.model)}),
+        **(
+            {"quantization": wanted.quantization}
+            if wanted.quantization is not None
+            else {"json-model-override-args": json.dumps({"quantization_config": block_fp8(wanted.model)})}
+        ),
         "tp-size": wanted.tp,
         "skip-tokenizer-init": True,
         "context-length": 512 if is_served else 2048,
@@ -122,10 +128,12 @@ def boot(wanted: RefitBoot) -> SglangBench | BenchServer:
     """Boot an engine with random weights.
 
     Raises:
-        UnsupportedEngineError: SGLang is not installed, does not run in this process, or quantizes no BF16 weights.
+        UnsupportedEngineError: SGLang is not installed, does not run in this process, or does not quantize BF16 weights so.
     """
-    if wanted.quantization is not None:
-        raise UnsupportedEngineError("sglang does not quantize BF16 weights to block FP8 itself; leave out --online")
+    if wanted.quantization not in (None, *_OWN):
+        raise UnsupportedEngineError(
+            f"sglang quantizes BF16 weights itself as {' or '.join(_OWN)}; add --quantization, or leave out --online"
+        )
     if wanted.place is Place.INSIDE:
         raise UnsupportedEngineError("SGLang runs in other processes; leave out --place, or pass outside or server")
     with VERSIONS.importing():

@@ -7,11 +7,17 @@ are free text, and it needs no update session.
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from http import HTTPStatus
 from pkgutil import resolve_name
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fp8refit.driver.admission import refusal
+from fp8refit.kernels import quantize_blockwise
+from fp8refit.live.formats import FLOAT_SCALES, WHOLE, BlockFormat
 from fp8refit.live.seams import Seam, found, within
 from fp8refit.live.versions import Versions
 
@@ -343,3 +349,35 @@ def make_kv_scales(layer: Any) -> None:
 
     layer.quant_method = BaseKVCacheMethod(None)
     layer.quant_method.create_weights(layer)
+
+
+@cache
+def own_rows(device: torch.device) -> BlockFormat | None:
+    """How SGLang's own quantizer makes scales of rows, which its versions do by several kernels: it is asked. None if in no way
+    that is known.
+
+    Not asked of rows of zeros: one of its kernels divides them by zero.
+    """
+    from sglang.srt.layers.quantization import fp8
+
+    probe = probe_of_rows().to(device)
+    codes, scale = fp8.per_token_group_quant_fp8(probe, probe.shape[1])
+    for scale_format in FLOAT_SCALES:
+        held = BlockFormat(block_size=(1, WHOLE), scale_format=scale_format)
+        own_codes, own_scale = quantize_blockwise(probe, format=held)
+        if torch.equal(own_scale, scale) and torch.equal(own_codes.view(torch.uint8), codes.view(torch.uint8)):
+            return held
+    return None
+
+
+def probe_of_rows() -> Tensor:
+    """Rows of which every rule makes other scales or codes: multiples of 7 as maxima, by which midpoints between codes can be
+    reached exactly, and maxima below the least of every rule.
+    """
+    rows = torch.zeros(12, 128)
+    midpoints = torch.arange(17, 33, 2) / 16 * 2.0 ** torch.arange(-2, 6)[:, None]
+    for row, seventh in zip(rows, (19, 20, 22, 24, 26, 28, 30, 33, 36), strict=False):
+        row[0] = 7 * seventh / 128
+        row[1:65] = midpoints.flatten() * row[0] / 448
+    rows[9:, :2] = torch.tensor([[1e-3, 3e-4], [3e-5, 1e-5], [1e-8, 3e-9]])
+    return rows.bfloat16()

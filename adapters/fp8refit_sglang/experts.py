@@ -11,6 +11,8 @@ from torch import nn
 from fp8refit.live.formats import PER_ROW, BlockFormat
 from fp8refit.live.slots import Refresh
 from fp8refit.tracing.rules import Kernel, Why
+from fp8refit.tracing.stored import is_experts
+from fp8refit_sglang.compat import own_rows
 
 ROW_MAJOR_RUNNERS = frozenset({"cutlass", "deep_gemm", "triton"})
 """SGLang's expert kernels that read block-FP8 weights in checkpoint layout, on GPUs where scales stay float32."""
@@ -35,18 +37,24 @@ def why_not_read(layer: Any) -> Why:
     return None
 
 
-def block_format(layer: Any) -> BlockFormat:
-    """The format of a layer whose kernel reads rows, with the block size of the weight after loading.
+def quantizes_itself(layer: Any) -> bool:
+    """Whether SGLang quantized a layer when it was booted."""
+    method = getattr(layer, "quant_method", None)
+    configs = (getattr(method, name, None) for name in ("quant_config", "quantization_config"))
+    return any(getattr(config, "is_checkpoint_fp8_serialized", True) is False for config in configs)
 
-    SGLang marks scales that it rounds to powers of two; those are refused. So are scales of rows that it computed itself
-    (`w8a8_fp8`): they lie as (1, N).
+
+def block_format(layer: Any) -> BlockFormat | None:
+    """The format of a layer whose kernel reads rows, with the block size of the weight after loading; None if it is not known.
+
+    SGLang marks scales that it rounds to powers of two; those are refused.
     """
     method = getattr(layer, "quant_method", None)
     holders = layer, getattr(layer, "scheme", None), method, getattr(method, "quant_config", None)
     sizes = (getattr(each, "weight_block_size", None) for each in holders)
     size = next((size for size in sizes if size is not None), None)
     if size is None:
-        return PER_ROW
+        return own_rows(layer.weight.device) if quantizes_itself(layer) and not is_experts(layer) else PER_ROW
     rows, columns = size
     return BlockFormat(block_size=(int(rows), int(columns)))
 
@@ -59,6 +67,10 @@ def kernel_of_experts(layer: Any) -> Kernel:
     name = runner.value if runner is not None and method_name in _METHODS else method_name
     if getattr(layer, "_mega_moe_weights_built", False):
         name = "megamoe"
+    if quantizes_itself(layer):
+        return Kernel(
+            name=name, format=None, remedy="Boot from an FP8 checkpoint (fp8refit quantize), without --quantization"
+        )
     held = block_format(layer) if name in ROW_MAJOR_RUNNERS else None
     if held is not None and held.has_rows and torch.version.hip is not None:
         held = None  # AITER shuffles such weights, and they keep their shape

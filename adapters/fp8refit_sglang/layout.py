@@ -16,7 +16,14 @@ from fp8refit.live.names import name_of_scale
 from fp8refit.live.slots import Refresh
 from fp8refit.tracing.rules import Kernel, Why
 from fp8refit.tracing.stored import is_experts, own_tensors
-from fp8refit_sglang.experts import ROUTER_COPY, block_format, kernel_of_experts, refreshes_of_routers, why_not_read
+from fp8refit_sglang.experts import (
+    ROUTER_COPY,
+    block_format,
+    kernel_of_experts,
+    quantizes_itself,
+    refreshes_of_routers,
+    why_not_read,
+)
 from fp8refit_sglang.latent import ABSORBED, has_known_rule, is_latent, why_not_absorbed
 
 ROW_MAJOR_KERNELS = frozenset(
@@ -29,8 +36,8 @@ ROW_MAJOR_KERNELS = frozenset(
 )
 """SGLang's kernels that read block-FP8 weights in checkpoint layout, on GPUs where scales stay float32."""
 
-_METHODS_OF_ROWS = frozenset({"CompressedTensorsW8A8Fp8", "W8A8Fp8LinearMethod"})
-"""What multiplies by weights of a checkpoint with one scale per row, by `apply_fp8_linear`."""
+_METHODS_OF_ROWS = frozenset({"CompressedTensorsW8A8Fp8", "Fp8LinearMethod", "W8A8Fp8LinearMethod"})
+"""What multiplies by weights with one scale per row, by `apply_fp8_linear`."""
 
 _KV_SCALES = ("k_scale", "v_scale")
 _ANOTHER_KERNEL = 'Boot with fp8_gemm_runner_backend="triton", "deep_gemm" or "cutlass"'
@@ -43,7 +50,10 @@ class SglangRules:
         model: The live model.
     """
 
-    no_block_fp8 = "Boot from an FP8 checkpoint with scales per block or row (fp8refit quantize); no flag is needed"
+    no_block_fp8 = (
+        "Boot from an FP8 checkpoint with scales per block or row (fp8refit quantize), for which no flag is needed, or a dense "
+        'model with quantization="fp8" (a server: --quantization fp8)'
+    )
     other_quantization = no_block_fp8
     absorbed = ABSORBED
 
@@ -64,7 +74,9 @@ class SglangRules:
         name, held = _product_of(module), block_format(module)
         # Codes that AITER shuffled are not columns in the memory of rows, and keep their shape.
         are_rows = name in _METHODS_OF_ROWS and cast(Tensor, module.weight).mT.is_contiguous()
-        is_read = are_rows if held.has_rows else name in ROW_MAJOR_KERNELS
+        # From a checkpoint, these repeat the scale of a whole weight for each of its rows.
+        are_rows &= name != "Fp8LinearMethod" or quantizes_itself(module)
+        is_read = held is not None and (are_rows if held.has_rows else name in ROW_MAJOR_KERNELS)
         return Kernel(name=name, format=held if is_read else None, remedy=_ANOTHER_KERNEL)
 
     def swaps_halves(self, module: nn.Module) -> bool:
@@ -83,7 +95,9 @@ class SglangRules:
         weight, scale = own["weight"], own.get("weight_scale_inv")
         if scale is None:
             return weight
-        return dequantize_blockwise(weight, scale, block_size=block_format(layer).block_size, dtype=dtype)
+        held = block_format(layer)
+        assert held is not None, f"{layer=}"
+        return dequantize_blockwise(weight, scale, block_size=held.block_size, dtype=dtype)
 
     def refreshes(self, model: nn.Module) -> Iterable[Refresh]:
         """Routers in float32."""
@@ -128,7 +142,7 @@ def _product_of(module: nn.Module) -> str:
     """The name of the function that multiplies by a block-FP8 weight; otherwise of the quant method."""
     method = getattr(module, "quant_method", None)
     holders = getattr(module, "scheme", None), method  # compressed-tensors has schemes
-    products = (getattr(each, "w8a8_block_fp8_linear", None) for each in holders)
+    products = (getattr(each, "w8a8_block_fp8_linear", None) for each in holders if getattr(each, "block_quant", True))
     product = next((each for each in products if each is not None), None)
     product = getattr(product, "func", product)  # of a partial
     return getattr(product, "__name__", type(holders[0] or method).__name__)

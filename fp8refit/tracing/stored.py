@@ -80,6 +80,8 @@ def own_tensors(module: nn.Module, kinds: Iterable[str] = ("_parameters", "_buff
                     values = values.mT
                 elif name.endswith(SCALE_SUFFIX) and codes is not None and _is_of_matrices(values, codes):
                     values = values.view(*codes.shape[:-2], 1, 1)
+                elif name.endswith(SCALE_SUFFIX) and codes is not None and _lie_in_one_row(values, codes):
+                    values = values.mT
                 yield name, values
 
 
@@ -88,8 +90,14 @@ def _is_transposed(module: nn.Module, key: str, values: Tensor) -> bool:
     scale = module._parameters.get(f"{key}_scale")
     if scale is None or values.dtype is not FP8_DTYPE or values.ndim != 2 or getattr(module, "weight_block_size", None):
         return False
-    is_scaled = tuple(scale.shape) == (values.shape[1], 1) or _is_of_matrices(scale, values)
-    return is_scaled and values.mT.is_contiguous()
+    is_of_rows = tuple(scale.shape) == (values.shape[1], 1) or _lie_in_one_row(scale, values)
+    return (is_of_rows or _is_of_matrices(scale, values)) and values.mT.is_contiguous()
+
+
+def _lie_in_one_row(scale: Tensor, codes: Tensor) -> bool:
+    """Whether scales of rows are one row themselves, beside codes that are held as columns."""
+    are_columns = codes.dtype is FP8_DTYPE and codes.ndim == 2 and codes.mT.is_contiguous()
+    return are_columns and tuple(scale.shape) == (1, codes.shape[1])
 
 
 def why_not_stored(rules: KernelRules, prefix: str, module: nn.Module, own: Mapping[str, Tensor]) -> Why:

@@ -4,16 +4,20 @@ What the core reads in every engine's layers: tests/layers.
 """
 
 import functools
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from fp8refit_sglang.compat import own_rows
 from fp8refit_sglang.layout import ROW_MAJOR_KERNELS, SglangRules
 from torch import nn
 
-from fp8refit.live.formats import PER_ROW, BlockFormat
+from fp8refit import quantize_blockwise
+from fp8refit.live.formats import FLOAT_SCALES, PER_ROW, WHOLE, BlockFormat, ScaleFormat
 from fp8refit.live.slots import Inventory, Refusal
 from fp8refit.tracing.inventory import inventory_of
+from fp8refit.tracing.stored import own_tensors
 from fp8refit.tracing.twin import Twin
 from tests.tracing.models import FP8, HIDDEN, BlockLinear, model_of
 from tests.tracing.twins import identity_twin
@@ -296,6 +300,57 @@ def test_fp8_by_channel_that_is_shuffled_or_of_unknown_blocks_is_refused():
     of_blocks.weight_block_size = (128, 128)
     for layer in (shuffled, of_blocks):
         assert SglangRules(model_of(proj=layer)).kernel_of(layer).format is None
+
+
+def own_layer(*, is_serialized=False):
+    """A layer that SGLang quantized itself, one scale per row, which lie in one row."""
+    layer = channel_layer(torch.ones(256, 384).to(FP8).t())
+    layer.weight_scale = nn.Parameter(torch.full((1, 256), 2.0), requires_grad=False)
+    layer.scheme, layer.quant_method = None, Fp8LinearMethod()
+    layer.quant_method.quant_config = SimpleNamespace(is_checkpoint_fp8_serialized=is_serialized)
+    layer.quant_method.block_quant = False
+    return layer
+
+
+@pytest.fixture
+def quantizer(monkeypatch):
+    """Stands for SGLang's, by one of our rules."""
+    asked = SimpleNamespace(rule=ScaleFormat.FP32, is_odd=False)
+
+    def quantize(x, group_size):
+        codes, scale = quantize_blockwise(x, block_size=(1, group_size), scale_format=asked.rule)
+        return codes, scale * 2 if asked.is_odd else scale
+
+    monkeypatch.setitem(sys.modules, "sglang.srt.layers.quantization", SimpleNamespace(fp8=asked))
+    asked.per_token_group_quant_fp8 = quantize
+    own_rows.cache_clear()
+    yield asked
+    own_rows.cache_clear()
+
+
+@pytest.mark.parametrize("rule", FLOAT_SCALES)
+def test_rows_that_sglang_quantized_itself_have_the_rule_of_its_quantizer(rule, quantizer):
+    quantizer.rule, layer = rule, own_layer()
+    kernel = SglangRules(model_of(proj=layer)).kernel_of(layer)
+    assert (kernel.name, kernel.format) == ("Fp8LinearMethod", BlockFormat(block_size=(1, WHOLE), scale_format=rule))
+    own = dict(own_tensors(layer))
+    assert own["weight"].shape == (256, 384) and own["weight_scale_inv"].shape == (256, 1)
+    assert SglangRules(model_of(proj=layer)).dequantize(layer, torch.float32).eq(2).all()
+
+
+def test_rows_by_another_rule_or_of_a_weights_one_scale_are_refused(quantizer):
+    assert "Fp8LinearMethod" in only_refusal(model_of(proj=own_layer(is_serialized=True)))
+    quantizer.is_odd = True
+    assert "Fp8LinearMethod" in only_refusal(model_of(proj=own_layer()))
+
+
+def test_experts_that_sglang_quantized_itself_are_refused():
+    experts = nn.Module()
+    experts.w13_weight = nn.Parameter(torch.zeros(2, 256, 128).to(FP8), requires_grad=False)
+    experts.w13_weight_scale = nn.Parameter(torch.ones(2), requires_grad=False)
+    experts.quant_method = own_layer().quant_method
+    refusal = only_refusal(model_of(experts=experts))
+    assert "Boot from an FP8 checkpoint (fp8refit quantize), without --quantization" in refusal
 
 
 def test_a_model_without_block_fp8_is_refused():

@@ -18,6 +18,11 @@ def run_container(family: str, num_ranks: int, container: str, work: Path) -> di
         with booted(model, num_ranks, **options) as engine:
             yield Subject(engine)
 
+    if container not in CONFIGS:  # the engine quantizes the checkpoint itself
+        with subject_of(bf16_of(family, 2, work), quantization=container) as subject:
+            own = {"own": subject.state()}
+        other = subject_of(bf16_of(family, 2, work), quantization=container)
+        return try_container(other, subject_of, family, work) | own
     overrides = json.dumps({"quantization_config": CONFIGS[container]})
     noise = subject_of(bf16_of(family, 2, work), load_format="dummy", json_model_override_args=overrides)
     return try_container(noise, subject_of, family, work)

@@ -6,6 +6,7 @@ its Triton kernel is torch's. DeepGEMM, CUTLASS and their power-of-two requantiz
 
 import functools
 
+import torch
 from sglang.srt.layers import parameter
 from sglang.srt.layers.quantization import fp8, fp8_utils, w8a8_fp8
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
@@ -32,13 +33,24 @@ def register() -> None:
 
     @functools.wraps(fp8_utils.apply_fp8_linear)
     def multiply_by_rows(input, weight, weight_scale, input_scale=None, bias=None, **options):
-        assert input_scale is None and weight_scale.shape == (weight.shape[1], 1)
-        product = input.double() @ (weight.double() * weight_scale.double().t())
+        assert input_scale is None and weight_scale.numel() == weight.shape[1]
+        product = input.double() @ (weight.double() * weight_scale.double().view(1, -1))
         return (product if bias is None else product + bias).to(input.dtype)
 
     fp8_utils.triton_w8a8_block_fp8_linear = multiply
-    compressed_tensors_w8a8_fp8.apply_fp8_linear = w8a8_fp8.apply_fp8_linear = multiply_by_rows
+    for module in (compressed_tensors_w8a8_fp8, fp8, w8a8_fp8):
+        module.apply_fp8_linear = multiply_by_rows
+    for module in (fp8, w8a8_fp8):  # as on a GPU that multiplies FP8; then weights get one scale per row
+        module.cutlass_fp8_supported = lambda *_: True
+        module.per_token_group_quant_fp8 = quantize_rows
     CompressedTensorsConfig._check_scheme_supported = lambda *_, **__: True  # it asks a GPU what it can do
+
+
+def quantize_rows(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """As the kernel for rows that are groups."""
+    assert group_size == x.shape[1]
+    scale = x.float().abs().amax(1, keepdim=True) / torch.full((len(x), 1), 448.0)
+    return (x.float() * (torch.ones_like(scale) / scale)).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
 def dequantized(weight: Tensor, scale: Tensor, block_size: list[int]) -> Tensor:

@@ -11,6 +11,8 @@ CASES = [
     ("qwen2_wide", 2, "compressed-tensors, per channel"),
     ("qwen3_moe", 2, "compressed-tensors"),
     ("qwen3_moe", 2, "compressed-tensors, per channel"),
+    ("qwen3", 1, "fp8"),
+    ("qwen2_wide", 2, "w8a8_fp8"),
 ]
 
 
