@@ -1,15 +1,24 @@
 """SGLang engines in other containers than DeepSeek's."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from drop_ins import from_tensor
 from engines import bf16_of, booted
 from subject import Subject
 
 from tests.engines.containers import CONFIGS, try_container
+from tests.updating import in_fours
+
+
+def push(subject: Subject, policy: dict) -> None:
+    """A trainer's calls, which the drop-in takes."""
+    answers = from_tensor(subject.engine, in_fours(policy), Path())
+    assert all(answer["success"] for answer in answers), answers
 
 
 def run_container(family: str, num_ranks: int, container: str, work: Path) -> dict:
@@ -21,8 +30,10 @@ def run_container(family: str, num_ranks: int, container: str, work: Path) -> di
     if container not in CONFIGS:  # the engine quantizes the checkpoint itself
         with subject_of(bf16_of(family, 2, work), quantization=container) as subject:
             own = {"own": subject.state()}
+        os.environ["FP8REFIT_DROP_IN"] = "1"
         other = subject_of(bf16_of(family, 2, work), quantization=container)
-        return try_container(other, subject_of, family, work) | own
+        fresh = subject_of if num_ranks == 1 else None  # else ranks hold parts of rows, each with the scale of its own
+        return try_container(other, fresh, family, work, {"SGLang's own update": push}) | own
     overrides = json.dumps({"quantization_config": CONFIGS[container]})
     noise = subject_of(bf16_of(family, 2, work), load_format="dummy", json_model_override_args=overrides)
     return try_container(noise, subject_of, family, work)
