@@ -76,12 +76,10 @@ def own_tensors(module: nn.Module, kinds: Iterable[str] = ("_parameters", "_buff
                     values = values.view(torch.uint8).view(*values.shape[:-1], -1, MARLIN_TILE[0])
                 elif name.endswith(SCALE_SUFFIX) and values.ndim == 4:
                     values = values[:, 0, :, 0]
-                elif _is_transposed(module, key, values):
+                elif _is_transposed(module, key, values) or (codes is not None and _lie_in_one_row(values, codes)):
                     values = values.mT
                 elif name.endswith(SCALE_SUFFIX) and codes is not None and _is_of_matrices(values, codes):
                     values = values.view(*codes.shape[:-2], 1, 1)
-                elif name.endswith(SCALE_SUFFIX) and codes is not None and _lie_in_one_row(values, codes):
-                    values = values.mT
                 yield name, values
 
 
@@ -97,7 +95,7 @@ def _is_transposed(module: nn.Module, key: str, values: Tensor) -> bool:
 def _lie_in_one_row(scale: Tensor, codes: Tensor) -> bool:
     """Whether scales of rows are one row themselves, beside codes that are held as columns."""
     are_columns = codes.dtype is FP8_DTYPE and codes.ndim == 2 and codes.mT.is_contiguous()
-    return are_columns and tuple(scale.shape) == (1, codes.shape[1])
+    return are_columns and scale.dtype is torch.float32 and tuple(scale.shape) == (1, codes.shape[1])
 
 
 def why_not_stored(rules: KernelRules, prefix: str, module: nn.Module, own: Mapping[str, Tensor]) -> Why:
