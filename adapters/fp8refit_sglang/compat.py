@@ -374,7 +374,7 @@ def probe_of_rows() -> Tensor:
     """Rows of which every rule makes other scales or codes: multiples of 7 as maxima, by which midpoints between codes can be
     reached exactly, and maxima below the least of every rule.
     """
-    rows = torch.zeros(12, 128)
+    rows = torch.zeros(12, 512)  # as wide as no group that has a kernel of its own
     midpoints = torch.arange(17, 33, 2) / 16 * 2.0 ** torch.arange(-2, 6)[:, None]
     for row, seventh in zip(rows, (19, 20, 22, 24, 26, 28, 30, 33, 36), strict=False):
         row[0] = 7 * seventh / 128

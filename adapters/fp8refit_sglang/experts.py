@@ -20,6 +20,7 @@ ROW_MAJOR_RUNNERS = frozenset({"cutlass", "deep_gemm", "triton"})
 _METHODS = frozenset({"CompressedTensorsW8A8Fp8MoE", "Fp8MoEMethod", "W8A8FP8MoEMethod"})
 """What gives its runner the weights as they were loaded."""
 ROUTER_COPY = "_weight_fp32"
+FROM_FP8 = "Boot from an FP8 checkpoint (fp8refit quantize), without --quantization"
 _REMEDIES = {
     "KTEPWrapperMethod": "Boot without kt_weight_path: some of its experts are computed on the CPU",
     "PagedExpertsMoEMethod": "Boot without enable_paged_experts",
@@ -68,9 +69,7 @@ def kernel_of_experts(layer: Any) -> Kernel:
     if getattr(layer, "_mega_moe_weights_built", False):
         name = "megamoe"
     if quantizes_itself(layer):
-        return Kernel(
-            name=name, format=None, remedy="Boot from an FP8 checkpoint (fp8refit quantize), without --quantization"
-        )
+        return Kernel(name=name, format=None, remedy=FROM_FP8)
     held = block_format(layer) if name in ROW_MAJOR_RUNNERS else None
     if held is not None and held.has_rows and torch.version.hip is not None:
         held = None  # AITER shuffles such weights, and they keep their shape

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8refit.tracing.rules import Why
+from fp8refit_sglang.experts import FROM_FP8, quantizes_itself
 
 ABSORBED = _KEYS, _VALUES = "w_kc", "w_vc"
 _KNOWN_RULE = "DeepseekV2WeightLoaderMixin.post_load_weights"
@@ -32,6 +33,8 @@ def why_not_absorbed(module: Any, *, is_known_rule: bool) -> Why:
     """Why the absorbed copies of an attention layer cannot be recomputed; None if they can."""
     if not is_known_rule:
         return "absorbs its latent projections in a way of its own", "fp8refit does not support it yet"
+    if quantizes_itself(getattr(module, "kv_b_proj", None)):
+        return "absorbs its latent projections before SGLang quantizes them", FROM_FP8
     if getattr(module, "use_deep_gemm_bmm", False):
         return (
             "keeps absorbed copies in FP8 for DeepGEMM",

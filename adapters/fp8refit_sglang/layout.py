@@ -17,6 +17,7 @@ from fp8refit.live.slots import Refresh
 from fp8refit.tracing.rules import Kernel, Why
 from fp8refit.tracing.stored import is_experts, own_tensors
 from fp8refit_sglang.experts import (
+    FROM_FP8,
     ROUTER_COPY,
     block_format,
     kernel_of_experts,
@@ -52,7 +53,7 @@ class SglangRules:
 
     no_block_fp8 = (
         "Boot from an FP8 checkpoint with scales per block or row (fp8refit quantize), for which no flag is needed, or a dense "
-        'model with quantization="fp8" (a server: --quantization fp8)'
+        'model with quantization="fp8" (a server: --quantization fp8), in SGLang 0.5.17 and later'
     )
     other_quantization = no_block_fp8
     absorbed = ABSORBED
@@ -77,7 +78,8 @@ class SglangRules:
         # From a checkpoint, these repeat the scale of a whole weight for each of its rows.
         are_rows &= name != "Fp8LinearMethod" or quantizes_itself(module)
         is_read = held is not None and (are_rows if held.has_rows else name in ROW_MAJOR_KERNELS)
-        return Kernel(name=name, format=held if is_read else None, remedy=_ANOTHER_KERNEL)
+        remedy = FROM_FP8 if quantizes_itself(module) else _ANOTHER_KERNEL
+        return Kernel(name=name, format=held if is_read else None, remedy=remedy)
 
     def swaps_halves(self, module: nn.Module) -> bool:
         """Never true of the kernels that read weights in checkpoint layout."""

@@ -226,6 +226,8 @@ class Wire:
         )
 
     def _join(self, policy: Mapping[str, Tensor]) -> None:
+        if self._member is not None:
+            return
         device = _device_of(policy)
         backend: Backend = "nccl" if device.type == "cuda" else "gloo"
         self._member = member = Communicator.open(host="127.0.0.1", port=0, size=2, backend=backend, timeout_s=_WIRE_S)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fp8refit_sglang.compat import own_rows
+from fp8refit_sglang.latent import why_not_absorbed
 from fp8refit_sglang.layout import ROW_MAJOR_KERNELS, SglangRules
 from torch import nn
 
@@ -351,6 +352,13 @@ def test_experts_that_sglang_quantized_itself_are_refused():
     experts.quant_method = own_layer().quant_method
     refusal = only_refusal(model_of(experts=experts))
     assert "Boot from an FP8 checkpoint (fp8refit quantize), without --quantization" in refusal
+
+
+def test_latent_attention_that_sglang_quantized_itself_is_refused(quantizer):
+    """SGLang absorbs its projections before it quantizes them."""
+    attention = nn.Module()
+    attention.kv_b_proj, attention.w_kc, attention.w_vc = own_layer(), None, None
+    assert why_not_absorbed(attention, is_known_rule=True)[0].startswith("absorbs its latent projections before")
 
 
 def test_a_model_without_block_fp8_is_refused():

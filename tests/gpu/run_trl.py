@@ -43,7 +43,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="fp8refit-trl-") as folder:
         save_model(args.shape, Path(folder) / "model")
         found = {way: run_way(way, Path(folder), args) for way in WAYS}
-    if any(not each["steps"] for each in found.values()):
+    synced = found["drop-in"]["steps"]
+    if not all(step["equal"] and step["version"] == 1 + place for place, step in enumerate(synced)):
         sys.exit(json.dumps(found, indent=1))
     result = {
         "what": f"TRL's GRPO trainer of {args.shape}, vLLM in its process{' that sleeps between' if args.sleeps else ''}",
@@ -79,7 +80,8 @@ def run_way(way: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     out = folder / f"{way}.json"
     command = [sys.executable, "-c", f"from tests.gpu.run_trl import train; train({str(folder)!r}, {str(out)!r}, "]
     command[-1] += f"num_steps={args.steps}, sleeps={args.sleeps})"
-    subprocess.run(command, env=os.environ | WAYS[way], check=True, timeout=TIMEOUT_S)
+    environment = {name: value for name, value in os.environ.items() if name not in WAYS["drop-in"]}
+    subprocess.run(command, env=environment | WAYS[way], check=True, timeout=TIMEOUT_S)
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 
@@ -95,16 +97,6 @@ def train(folder: str, out: str, *, num_steps: int, sleeps: bool) -> None:
     is_fp8 = "FP8REFIT_DROP_IN" in os.environ
 
     def reward(completions: list[str], **_: object) -> list[float]:
-        """Looks at the engine, which has just answered."""
-        llm = trainer.vllm_generation.llm
-        if is_fp8:
-            if sleeps:
-                llm.wake_up()
-            report = fp8refit.last_report()
-            equal = bool(fp8refit.Refitter(llm).verify(trainer.model.state_dict()))
-            steps[-1] |= {"version": report.version if report else None, "equal": equal}
-            if sleeps:
-                llm.sleep(level=2)
         return [len(set(text)) + len(text) / 7 for text in completions]
 
     config = GRPOConfig(
@@ -134,6 +126,10 @@ def train(folder: str, out: str, *, num_steps: int, sleeps: bool) -> None:
 
     def timed_sync() -> None:
         steps.append({"sync_s": time_call(sync, device)[0]})
+        if is_fp8:  # the weights are awake now
+            report = fp8refit.last_report()
+            equal = bool(fp8refit.Refitter(trainer.vllm_generation.llm).verify(trainer.model.state_dict()))
+            steps[-1] |= {"version": report.version if report else None, "equal": equal}
 
     trainer.vllm_generation.sync_weights = timed_sync
     trainer.train()

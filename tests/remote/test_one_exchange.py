@@ -20,6 +20,7 @@ from fp8refit import (
     TransportError,
 )
 from fp8refit.config import Job
+from fp8refit.errors import TensorsForgottenError
 from fp8refit.remote.protocol.channel import GRACE_S, NUM_VOTES, Answers, send_in_turn
 from fp8refit.remote.protocol.messages import Do, Request
 from fp8refit.remote.ranks import RemoteRanks
@@ -334,6 +335,17 @@ def test_tensors_that_a_rank_forgot_are_sent_again_and_caches_dropped_before_the
     assert steady.channel.exchanges == [["prepare"], ["abandon"], steady.orders]
     steady.refit(3)
     assert steady.channel.exchanges[3:] == [steady.orders]
+
+
+def test_tensors_that_a_rank_forgot_and_that_cannot_be_sent_with_the_write_again_are_asked_for(
+    open_steady, monkeypatch
+):
+    """Else nobody would drop the caches."""
+    steady = open_steady("auto")
+    steady.channel.servers[-1].orders.forget()
+    answers = iter([True])
+    monkeypatch.setattr(steady.ranks.client, "takes_pairs", lambda *, begins: next(answers, False))
+    steady.refuse(TensorsForgottenError, "refit again")
 
 
 def test_ranks_agree_once_before_they_write_what_they_know(steady, monkeypatch):

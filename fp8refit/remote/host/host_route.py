@@ -128,12 +128,15 @@ class HostRoute:
         """
         with ErrorCapture() as failed:
             return await self._write_once(offered)
-        if isinstance(failed.error, TensorsForgottenError):
-            # Nothing is written. Now they are sent in full, with the write again, because caches are dropped in between.
-            again = await self._prepare_once(offered.source, offered.order.job, is_again=True)
-            assert again.waits, "what waited once waits again"
-            return await self._write_once(again)
-        raise failed.take()
+        if not isinstance(failed.error, TensorsForgottenError):
+            raise failed.take()
+        failed.error = None  # its traceback would keep the source
+        # Nothing is written. Now they are sent in full, with the write again, because caches are dropped in between.
+        again = await self._prepare_once(offered.source, offered.order.job, is_again=True)
+        if not again.waits:  # they can no longer be mapped
+            await self.abandon()
+            raise TensorsForgottenError("the ranks no longer have the tensors of the last refit; refit again")
+        return await self._write_once(again)
 
     async def _write_once(self, offered: Offered) -> Sequence[RankReport]:
         if not offered.order.job.compares:
