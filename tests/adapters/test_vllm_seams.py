@@ -26,6 +26,11 @@ def quiet(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+def ours(caplog):
+    """What was logged, but for what others log when something of an earlier test is collected."""
+    return [record for record in caplog.records if "fp8refit" in record.name]
+
+
 @pytest.mark.parametrize("asked", [{}, *({name: value} for name, value in ASKED.items())], ids=["off", *ASKED])
 def test_what_registration_reaches_for_is_known(asked, monkeypatch):
     """There is nothing else in these modules."""
@@ -45,9 +50,9 @@ def test_an_engine_that_lacks_one_is_left_alone_and_a_line_is_logged(missing, mo
     with caplog.at_level(logging.INFO):
         worker.register()
     if missing in DROP_IN:
-        assert not caplog.records
+        assert not ours(caplog)
         return
-    (record,) = caplog.records
+    (record,) = ours(caplog)
     assert "fp8refit does nothing in this process" in record.getMessage()
     assert (missing if missing in ALL else "vLLM 0.21") in record.getMessage()
     assert "\n" not in record.getMessage()
