@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from fp8refit.driver.admission import refusal
-from fp8refit.kernels import quantize_blockwise
 from fp8refit.live.formats import FLOAT_SCALES, WHOLE, BlockFormat
 from fp8refit.live.seams import Seam, found, within
 from fp8refit.live.versions import Versions
+from fp8refit.tracing.asked import format_of
 
 VERSIONS = Versions(engine="SGLang", oldest="0.5.12", newest="0.5.23")
 
@@ -362,12 +362,9 @@ def own_rows(device: torch.device) -> BlockFormat | None:
 
     probe = probe_of_rows().to(device)
     codes, scale = fp8.per_token_group_quant_fp8(probe, probe.shape[1])
-    for scale_format in FLOAT_SCALES:
-        held = BlockFormat(block_size=(1, WHOLE), scale_format=scale_format)
-        own_codes, own_scale = quantize_blockwise(probe, format=held)
-        if torch.equal(own_scale, scale) and torch.equal(own_codes.view(torch.uint8), codes.view(torch.uint8)):
-            return held
-    return None
+    return format_of(
+        probe, codes, scale, (BlockFormat(block_size=(1, WHOLE), scale_format=each) for each in FLOAT_SCALES)
+    )
 
 
 def probe_of_rows() -> Tensor:

@@ -16,10 +16,10 @@ from torch.distributed import ProcessGroup
 
 from fp8refit.driver.admission import refusal
 from fp8refit.errors import EngineDirtyError
-from fp8refit.kernels import quantize_blockwise
 from fp8refit.live.formats import PER_ROW, PER_TENSOR, AmaxOver, BlockFormat, Placement, ScaleFormat
 from fp8refit.live.seams import Seam, within
 from fp8refit.live.versions import Versions
+from fp8refit.tracing.asked import format_of
 
 _MX_BLOCK = 32
 _MX_PROBES = (480.0, 462.0, 450.0, 448.0, 256.0, 255.0, 1.75, 1.0, 0.0)
@@ -318,12 +318,12 @@ def block_format(module: Any, *, has_powers_of_two: bool) -> BlockFormat | None:
     scales = {name: each for name, each in module.named_parameters(recurse=False) if name.endswith("weight_scale")}
     name, scale = next(iter(scales.items()), ("", None))
     if scale is not None and scale.dtype in MX_SCALES:
-        rule = _mx_scales(scale.device) if _is_online(module) else None
-        if rule is None:
+        held = _mx_rows(scale.device) if _is_online(module) else None
+        if held is None:
             return None
         is_tiled = module._parameters[name.removesuffix("_scale")].dtype is torch.int32
         placement = Placement.MARLIN if is_tiled else Placement.ROW_MAJOR
-        return BlockFormat(block_size=(1, _MX_BLOCK), scale_format=rule, placement=placement)
+        return replace(held, placement=placement)
     if getattr(module, "weight_block_size", None) is None:
         from vllm.model_executor.layers.quantization.utils import quant_utils
 
@@ -339,7 +339,7 @@ def block_format(module: Any, *, has_powers_of_two: bool) -> BlockFormat | None:
 
 
 @cache
-def _mx_scales(device: torch.device) -> ScaleFormat | None:
+def _mx_rows(device: torch.device) -> BlockFormat | None:
     """How vLLM's own quantizer of MXFP8 makes scales of maxima, which its versions do in several ways: it is asked. None if it
     is none of those that are known.
     """
@@ -348,13 +348,8 @@ def _mx_scales(device: torch.device) -> ScaleFormat | None:
     probe = torch.zeros(len(_MX_PROBES), _MX_BLOCK, dtype=torch.bfloat16, device=device)
     probe[:, 0] = torch.tensor(_MX_PROBES, device=device)
     codes, scale = mxfp8_e4m3_quantize(probe)
-    for each in ScaleFormat:
-        if each.has_exponents:
-            block_format = BlockFormat(block_size=(1, _MX_BLOCK), scale_format=each)
-            own_codes, own_scale = quantize_blockwise(probe, format=block_format)
-            if torch.equal(own_scale, scale) and torch.equal(own_codes.view(torch.uint8), codes.view(torch.uint8)):
-                return each
-    return None
+    rules = (each for each in ScaleFormat if each.has_exponents)
+    return format_of(probe, codes, scale, (BlockFormat(block_size=(1, _MX_BLOCK), scale_format=each) for each in rules))
 
 
 def _is_online(module: Any) -> bool:
