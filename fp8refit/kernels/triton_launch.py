@@ -267,6 +267,25 @@ def _add_count(differs, task, of_scales: tl.constexpr, count):
     tl.atomic_add(differs + 2 * task + of_scales, count, mask=count > 0, sem="relaxed")
 
 
+@triton.jit
+def _row_of(row, shift, SOURCE: tl.constexpr, TARGET: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    """Of a row of the table: source, target, columns, strides of the source's rows and columns, stride of the target's rows."""
+    source = (tl.load(row + 0) + shift).to(tl.pointer_type(SOURCE))
+    target = tl.load(row + 1).to(tl.pointer_type(TARGET))
+    num_cols = tl.load(row + 4)
+    source_row = tl.load(row + 5)
+    source_col = tl.load(row + 6)
+    target_row = tl.load(row + 7)
+    if IS_ALIGNED:
+        source = tl.multiple_of(source, 16)
+        target = tl.multiple_of(target, 16)
+        num_cols = tl.multiple_of(num_cols, 16)
+        source_row = tl.multiple_of(source_row, 16)
+        target_row = tl.multiple_of(target_row, 16)
+        source_col = 1
+    return source, target, num_cols, source_row, source_col, target_row
+
+
 @triton.jit(do_not_specialize=["shift", "first_tile", "num_tiles"])
 def _quantize_tiles(
     matrix, tile_rows, status, differs, products, shift: tl.int64, first_tile, num_tiles, NUM_BLOCKS: tl.constexpr,
@@ -304,25 +323,16 @@ def _quantize_tile(
     """
     number = tl.load(tile_rows + tile).to(tl.int64)
     row = matrix + number * NUM_FIELDS
-    source = (tl.load(row + 0) + shift).to(tl.pointer_type(SOURCE))
-    target = tl.load(row + 1).to(tl.pointer_type(tl.float8e4nv))
+    source, target, num_cols, source_row, source_col, target_row = _row_of(
+        row, shift, SOURCE, tl.float8e4nv, IS_ALIGNED
+    )
+    num_cols = num_cols.to(tl.int32)
     scale = tl.load(row + 2).to(tl.pointer_type(tl.float32))
     num_rows = tl.load(row + 3).to(tl.int32)
-    num_cols = tl.load(row + 4).to(tl.int32)
-    source_row = tl.load(row + 5)
-    source_col = tl.load(row + 6)
-    target_row = tl.load(row + 7)
     scale_row = tl.load(row + 8)
     local = (tile - tl.load(row + 9)).to(tl.int32)
     tiles_per_row = tl.load(row + 10).to(tl.int32)
     block_n, block_k = local // tiles_per_row, local % tiles_per_row
-    if IS_ALIGNED:
-        source = tl.multiple_of(source, 16)
-        target = tl.multiple_of(target, 16)
-        num_cols = tl.multiple_of(num_cols, 16)
-        source_row = tl.multiple_of(source_row, 16)
-        target_row = tl.multiple_of(target_row, 16)
-        source_col = 1
 
     n = tl.arange(0, TILE_N)
     k = tl.arange(0, TILE_K)
@@ -393,27 +403,19 @@ def _quantize_rows(
     """One program quantizes `TILE_N` rows, each with one scale. It holds them in `NUM_PARTS`, or reads them twice."""
     tile = first_tile + tl.program_id(0)
     row = matrix + tl.load(tile_rows + tile).to(tl.int64) * NUM_FIELDS
-    source = (tl.load(row + 0) + shift).to(tl.pointer_type(SOURCE))
-    target = tl.load(row + 1).to(tl.pointer_type(tl.float8e4nv))
+    source, target, num_cols, source_row, source_col, target_row = _row_of(
+        row, shift, SOURCE, tl.float8e4nv, IS_ALIGNED
+    )
+    num_cols = num_cols.to(tl.int32)
     scale = tl.load(row + 2).to(tl.pointer_type(tl.float32))
     num_rows = tl.load(row + 3).to(tl.int32)
-    num_cols = tl.load(row + 4).to(tl.int32)
-    source_row = tl.load(row + 5)
-    source_col = tl.load(row + 6)
-    target_row = tl.load(row + 7)
     scale_row = tl.load(row + 8)
     first_n = (tile - tl.load(row + 9)).to(tl.int32) * TILE_N
     first_col = tl.load(row + 12).to(tl.int32)
     target_cols = tl.load(row + 13).to(tl.int32)
     if IS_ALIGNED:
-        source = tl.multiple_of(source, 16)
-        target = tl.multiple_of(target, 16)
-        num_cols = tl.multiple_of(num_cols, 16)
         first_col = tl.multiple_of(first_col, 16)
         target_cols = tl.multiple_of(target_cols, 16)
-        source_row = tl.multiple_of(source_row, 16)
-        target_row = tl.multiple_of(target_row, 16)
-        source_col = 1
 
     n = tl.arange(0, TILE_N)
     k = tl.arange(0, TILE_K)
@@ -480,23 +482,14 @@ def _quantize_groups(
     """
     tile = first_tile + tl.program_id(0)
     row = matrix + tl.load(tile_rows + tile).to(tl.int64) * NUM_FIELDS
-    source = (tl.load(row + 0) + shift).to(tl.pointer_type(SOURCE))
-    target = tl.load(row + 1).to(tl.pointer_type(tl.float8e4nv))
+    source, target, num_cols, source_row, source_col, target_row = _row_of(
+        row, shift, SOURCE, tl.float8e4nv, IS_ALIGNED
+    )
+    num_cols = num_cols.to(tl.int32)
     num_rows = tl.load(row + 3).to(tl.int32)
-    num_cols = tl.load(row + 4).to(tl.int32)
-    source_row = tl.load(row + 5)
-    source_col = tl.load(row + 6)
-    target_row = tl.load(row + 7)
     scale_row = tl.load(row + 8)
     local = (tile - tl.load(row + 9)).to(tl.int32)
     tiles_per_row = tl.load(row + 10).to(tl.int32)
-    if IS_ALIGNED:
-        source = tl.multiple_of(source, 16)
-        target = tl.multiple_of(target, 16)
-        num_cols = tl.multiple_of(num_cols, 16)
-        source_row = tl.multiple_of(source_row, 16)
-        target_row = tl.multiple_of(target_row, 16)
-        source_col = 1
 
     GROUPS: tl.constexpr = TILE_K // GROUP
     VALUES: tl.constexpr = tl.bfloat16 if ROUND_TO_BF16 else SOURCE
@@ -574,21 +567,9 @@ def _copy_tiles(
     """One program copies one segment of one row. `RULE` is a `Check`: what to flag."""
     tile = first_tile + tl.program_id(0)
     row = matrix + tl.load(tile_rows + tile).to(tl.int64) * NUM_FIELDS
-    source = (tl.load(row + 0) + shift).to(tl.pointer_type(SOURCE))
-    target = tl.load(row + 1).to(tl.pointer_type(TARGET))
-    num_cols = tl.load(row + 4)
-    source_row = tl.load(row + 5)
-    source_col = tl.load(row + 6)
-    target_row = tl.load(row + 7)
+    source, target, num_cols, source_row, source_col, target_row = _row_of(row, shift, SOURCE, TARGET, IS_ALIGNED)
     local = (tile - tl.load(row + 9)).to(tl.int32)
     tiles_per_row = tl.load(row + 10).to(tl.int32)
-    if IS_ALIGNED:
-        source = tl.multiple_of(source, 16)
-        target = tl.multiple_of(target, 16)
-        num_cols = tl.multiple_of(num_cols, 16)
-        source_row = tl.multiple_of(source_row, 16)
-        target_row = tl.multiple_of(target_row, 16)
-        source_col = 1
 
     n = (local // tiles_per_row).to(tl.int64)
     first_k = (local % tiles_per_row).to(tl.int64) * TILE

@@ -77,12 +77,9 @@ class Task:
         """Shape of the box."""
         if self.box_shape is not None:
             return self.box_shape
-        is_coded = self.op in (Op.QUANTIZE, Op.COPY_CODES) and self.format is not None
-        shape = (
-            self.format.shape_of(self.target.shape)
-            if self.format is not None and is_coded
-            else tuple(self.target.shape)
-        )
+        shape = tuple(self.target.shape)
+        if self.format is not None and self.format.is_tiled and self.op in (Op.QUANTIZE, Op.COPY_CODES):
+            shape = self.format.shape_of(shape)
         return shape if self.columns is None else (*shape[:-1], self.columns[0])
 
     def box(self, source: Tensor) -> Tensor:
