@@ -160,6 +160,7 @@ def _place(made: dict[int, Tensor], live: Tensor) -> Tensor:
 def _serve(wanted: RefitBoot) -> BenchServer:
     os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")
     os.environ.setdefault("VLLM_USE_DEEP_GEMM", "0")  # it compiles kernels while requests run
+    os.environ.setdefault("VLLM_PLUGINS", "fp8refit")  # vLLM adds only the routes of plugins named there
     settings: dict[str, object] = {
         "model": str(wanted.model),
         "served-model-name": _SERVED,
