@@ -35,8 +35,6 @@ EXPERTS = "experts_*_h200.json"
 TRACED = "traced_*.json"
 MISMATCH = "precision_mismatch_*_h200.json"
 STEP = RESULTS / "precision_step_h200.json"
-BROADCASTS = "broadcast_*_h200.json"
-SERVERS = "servers_*_h200.json"
 ORACLE = "oracle_*.json"
 TRANSFER = RESULTS / "weight_transfer_h200.json"
 REFITS = {
@@ -46,6 +44,7 @@ REFITS = {
     "sglang": "bench_refit_sglang_outside_qwen3-8b_h200.json",
     "broadcast": "bench_refit_vllm_broadcast_qwen3-8b_h200.json",
     "server": "bench_refit_vllm_server_qwen3-8b_h200.json",
+    "waiting server": "bench_refit_vllm_server_wait_qwen3-8b_h200.json",
 }
 """Results of `fp8refit bench refit` that pages beside docs/benchmarks.md show."""
 OLD = "†"
@@ -84,7 +83,6 @@ def render() -> dict[str, dict[str, str]]:
     """The sections that are made from other files, as Markdown: by page, then by the name in their markers."""
     single, sglang = read(RESULT), read(SGLANG)
     layouts = [read(RESULTS / name) for name in LAYOUTS]
-    broadcasts, servers = _read_all(BROADCASTS), _read_all(SERVERS)
     transfer = read(TRANSFER)
     kv = [read(RESULTS / name.format(shape=shape)) for shape in KV_SHAPES for name in KV.values()]
     traced, mismatches, step = _read_all(TRACED), _read_all(MISMATCH), read(STEP)
@@ -110,9 +108,7 @@ def render() -> dict[str, dict[str, str]]:
         },
         "docs/weight-transfer.md": {"transfer": render_transfer(transfer) + render_ages([transfer])},
         "docs/broadcast.md": {
-            "pushes": render_ways([refits[name] for name in PUSHES_OF], PUSHES)
-            + render_ages(_as_read(refits, name) for name in PUSHES_OF),
-            "broadcasts": render_broadcasts(broadcasts) + render_ages(broadcasts),
+            "pushes": render_ways([refits["broadcast"]], PUSHES) + render_ages([_as_read(refits, "broadcast")])
         },
         "docs/sources.md": {
             "streams": render_ways([refits[name] for name in SOURCES_OF], SOURCES)
@@ -129,11 +125,12 @@ def render() -> dict[str, dict[str, str]]:
         },
         "docs/hardware.md": {
             "gpus": render_gpus(_read_all("*.json")),
-            "largest": render_largest(layouts, experts, broadcasts),
+            "largest": render_largest(layouts, experts),
         },
         "docs/speed.md": {"interleaved": render_interleaved(_read_all(INTERLEAVED))},
         "docs/servers.md": {
-            "servers": render_servers(servers) + render_ages(servers),
+            "servers": render_servers([refits[name] for name in SERVERS])
+            + render_ages(_as_read(refits, name) for name in SERVERS),
             "oracle": render_oracle(oracle) + render_ages(oracle),
         },
     }
@@ -160,7 +157,7 @@ def highlights(refits: dict[str, RefitBenchResult]) -> list[Row]:
     assert clients is not None
     failed = f"{clients.failed} of {clients.requests} requests failed"
     reload = "vLLM's `reload_weights`: {:.0f} ms"
-    vllm, elsewhere, experts, sglang, sent, served = (_as_read(refits, name) for name in REFITS)
+    vllm, elsewhere, experts, sglang, sent, served, _ = (_as_read(refits, name) for name in REFITS)
 
     def ms(name: str, way: str) -> float:
         return refits[name].other(way).wall_ms.median
@@ -481,9 +478,7 @@ def engine_name(engine: str) -> str:
     return NAMES[engine]
 
 
-def render_largest(
-    layouts: list[dict[str, Any]], experts: list[dict[str, Any]], broadcasts: list[dict[str, Any]]
-) -> str:
+def render_largest(layouts: list[dict[str, Any]], experts: list[dict[str, Any]]) -> str:
     """Layouts of several GPUs, and what each was compared with."""
     rows = [
         (f"vLLM, qwen3-8b shape, tensor parallel {tp} in other processes", tp, found["equal_to_fresh_boot"])
@@ -499,9 +494,6 @@ def render_largest(
             equal = {key: all(each[key] for each in found) for key in EQUALITIES}
             rows.append((name_of(result["what"]), name_of(result["what"]).split()[-1], equal))
     lines = [f"| {name} | {num} | {'equal' if is_equal(equal) else 'NOT equal'} |" for name, num, equal in rows]
-    for result in broadcasts:
-        num = 1 + int(result["what"].partition("of ")[2].partition(" of ")[2].split()[0])
-        lines.append(f"| {plain(result['what'])}, the trainer's GPU counted | {num} | not compared |")
     return "| layout | GPUs | compared with a fresh boot |\n| --- | ---: | --- |\n" + "\n".join(lines) + "\n"
 
 
@@ -716,10 +708,12 @@ TRANSFERS = (
     "drop-in-512mib",
     "transfer-512mib",
 )
-PUSHES_OF = ("broadcast", "server")
-PUSHES = (OURS, "broadcast", "broadcast-bf16")
+PUSHES = (OURS, "broadcast", "broadcast-1gib", "broadcast-bf16", "nccl")
 SGLANGS = (OURS, "update_weights_from_tensor-512mib", "update_weights_from_tensor-2gib")
 """Ways that pages show, in their order."""
+SERVERS = ("server", "waiting server")
+STANDSTILL = ("flush", "transfer", "fill", "verify", "resume")
+"""Phases in which a server answers nothing."""
 
 
 def render_ways(results: list[RefitBenchResult], ways: Iterable[str]) -> str:
@@ -808,61 +802,30 @@ def render_transfer(result: dict[str, Any]) -> str:
     )
 
 
-def render_broadcasts(broadcasts: list[dict[str, Any]]) -> str:
-    """What a push takes, compared with its bytes on the wire."""
-    if not broadcasts:
-        return "Tested on the CPU, with gloo; the NCCL side has not run yet.\n"
-    return (
-        f"On {_machines(broadcasts)}; the trainer has a GPU of its own. Medians of whole calls. *NCCL alone* is the time that "
-        "as many bytes take in NCCL's broadcasts and nothing else. *Pull*: the ranks read the trainer's memory over NVLink by "
-        "CUDA IPC, one engine after another.\n\n"
-        "| | NCCL | on the wire | BF16 on the wire | pull | FP8 on the wire | compared with NCCL alone | "
-        "in buckets of 1 GiB |\n"
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n" + "".join(map(_broadcast_row, broadcasts))
-    )
-
-
-def render_servers(servers: list[dict[str, Any]]) -> str:
+def render_servers(servers: list[RefitBenchResult]) -> str:
     """What requests notice of a push."""
-    if not servers:
-        return "Tested on the CPU; it has not run on GPUs yet.\n"
+    rows = []
+    for found in servers:
+        pushed, clients = found.other("broadcast"), found.clients
+        assert clients is not None
+        still_ms = sum(pushed.phases_ms[phase] for phase in STANDSTILL)
+        cells = [engine_name(found.config.engine), f"`{found.config.in_flight}`", str(pushed.wall_ms.count)]
+        cells += [
+            f"{clients.requests}, {clients.failed} failed",
+            f"{pushed.wall_ms.median:.1f} ms",
+            f"{still_ms:.1f} ms",
+        ]
+        rows.append(f"| {' | '.join(cells)} |\n")
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(servers[0].versions.items()))
+    commands = "\n".join(found.command for found in servers)
     return (
-        f"Servers that answer 16 clients without a break, on {_machines(servers)}. With `wait` a push lets requests finish; "
-        "with `keep` they continue afterwards. *Standstill* is the time from the flush of the caches to the resumption.\n\n"
-        "| | `in_flight` | pushes | requests | push, idle | push, loaded | standstill |\n"
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |\n"
-        + "".join(_server_row(found, way) for found in servers for way in ("wait", "keep"))
+        f"A server of the Qwen3-8B shape on one {servers[0].gpu}, {servers[0].config.clients} clients that ask without a "
+        f"break, and a trainer on another GPU, which broadcasts FP8; {versions}. With `wait` a push lets requests finish; "
+        "with `keep` they continue afterwards. Medians. *Standstill* is the time from the flush of the caches to the "
+        "resumption.\n\n"
+        "| | `in_flight` | pushes | requests | push | standstill |\n| --- | --- | ---: | ---: | ---: | ---: |\n"
+        f"{''.join(rows)}\nTo measure again:\n\n```bash\n{commands}\n```\n"
     )
-
-
-def _broadcast_row(found: dict[str, Any]) -> str:
-    milliseconds = {way: f"{1e3 * seconds:.1f} ms" for way, seconds in found["seconds"].items()}
-    times = found["seconds"]["bf16"] / found["seconds"]["fp8"]
-    large_s = found["seconds_by_bucket_bytes"][str(1 << 30)]
-    cells = [
-        plain(found["what"]),
-        f"{found['broadcast_gb_per_s']:.0f} GB/s",
-        f"{found['wire_bytes']['fp8'] / 1e9:.2f} of {found['wire_bytes']['bf16'] / 1e9:.2f} GB",
-        milliseconds["bf16"],
-        milliseconds["pull"],
-        f"**{milliseconds['fp8']}**, {times:.1f} x faster than BF16",
-        f"{found['over_wire']:.2f} x",
-        f"{1e3 * large_s:.1f} ms, {large_s / found['seconds']['fp8_on_the_wire_alone']:.2f} x",
-    ]
-    return f"| {' | '.join(cells)} |\n"
-
-
-def _server_row(found: dict[str, Any], way: str) -> str:
-    pushed = found[way]
-    still_s = sum(pushed["phases_s"][phase] for phase in ("flush", "transfer", "fill", "verify", "resume"))
-    cells = [
-        plain(found["what"]),
-        f"`{way}`",
-        str(pushed["pushes"]),
-        f"{pushed['requests']}, {pushed['failed_requests']} failed",
-        *(f"{1e3 * seconds:.1f} ms" for seconds in (pushed["idle_push_s"], pushed["push_s"], still_s)),
-    ]
-    return f"| {' | '.join(cells)} |\n"
 
 
 def render_oracle(results: list[dict[str, Any]]) -> str:

@@ -22,13 +22,11 @@ RESULTS = ROOT / "benchmarks" / "results"
 MEASURED_PARTS: dict[str, tuple[str, ...]] = {
     "bench_kernel_*": ("kernels",),
     "bench_refit_*": PARTS,
-    "broadcast_*": PARTS,
     "experts_qwen3*": INSIDE,
     "experts_*": PARTS,
     "kv_*": PARTS,
     "oracle_*": PARTS,
     "precision_*": ("kernels",),
-    "servers_*": PARTS,
     "sglang_*": PARTS,
     "soak_*": INSIDE,
     "traced_sglang_*": PARTS,

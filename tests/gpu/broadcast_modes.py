@@ -1,21 +1,15 @@
 """A trainer on one GPU and vLLM engines on others."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import policies
 import torch
-from broadcast_observer import TIMEOUT_S, broadcast_rate
-from harness import WHOLE, free_bytes, log, time_call
+from harness import WHOLE, free_bytes, log
 from live_engines import PROMPTS, Vllm, gpus_alone
 
 from fp8refit import Broadcaster, NonFiniteError, Refitter
-from fp8refit.transport.collective.communicator import Communicator
 from tests.wire_bytes import num_bytes_sent, num_bytes_to
 
-NUM_ROUNDS = 7
+TIMEOUT_S = 60.0
 NUM_PUSHES = 50
-RATE_BYTES = 1 << 30
-OTHER_BUCKET_BYTES = (128 << 20, 512 << 20, 1 << 30)
 DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -39,40 +33,23 @@ def run_broadcast(args) -> dict:
     engines = []
     for replica in range(args.replicas):
         policies.write_config(args.shape, args.work / f"dummy-{args.tp}")
-        observer = {"worker_extension_cls": "broadcast_observer.BroadcastObserver"}
         with gpus_alone(replica * args.tp, args.tp):
-            engines.append(
-                Vllm(args.work / f"dummy-{args.tp}", is_noise=True, tensor_parallel_size=args.tp, **observer)
-            )
+            engines.append(Vllm(args.work / f"dummy-{args.tp}", is_noise=True, tensor_parallel_size=args.tp))
     trainer = torch.device("cuda", args.replicas * args.tp)
     assert trainer.index < torch.cuda.device_count(), f"{torch.cuda.device_count()=}"
     torch.cuda.set_device(trainer)
-    found = measure(engines, args, trainer)
+    found = push_all(engines, args.shape)
     for engine in engines:
         engine.shutdown()
-    return found | {"nccl": list(torch.cuda.nccl.version())}
+    return found
 
 
-def measure(engines: list[Vllm], args, trainer: torch.device) -> dict:
-    policy = policies.fill_policy(policies.allocate(args.shape), 1)
-    llms = [engine.candidate for engine in engines]
-    ways = Ways(llms)
-    found: dict = {"fingerprints": compare(ways, policy), "broadcast_bytes_a_second": [], "rounds": []}
+def push_all(engines: list[Vllm], shape: str) -> dict:
+    policy = policies.fill_policy(policies.allocate(shape), 1)
+    ways = Ways([engine.candidate for engine in engines])
+    found: dict = {"fingerprints": compare(ways, policy)}
     log("compared")
-    for _ in range(3):
-        found["broadcast_bytes_a_second"].append(measure_rate(llms, args.tp, trainer))
-    log("measured the wire")
-    for _ in range(NUM_ROUNDS):
-        found["rounds"].append(
-            {
-                "fp8": timed(ways.fp8.push, policy),
-                "bf16": timed(ways.bf16.push, policy),
-                "pull": timed(ways.pull, policy),
-            }
-        )
-    # A refit in another way leaves the group; from here on it is kept.
-    ways.fp8.push(policy)
-    found["steady"] = [timed(ways.fp8.push, policy) for _ in range(NUM_ROUNDS)]
+    ways.fp8.push(policy)  # a refit in another way leaves the group
     broadcasts = {
         name: way._refitter._engine.ranks._broadcast for name, way in (("fp8", ways.fp8), ("bf16", ways.bf16))
     }
@@ -81,10 +58,6 @@ def measure(engines: list[Vllm], args, trainer: torch.device) -> dict:
         name: [num_bytes_to(broadcast._plan.sender, section) for section in broadcast._sections.of_rank or (None,)]
         for name, broadcast in broadcasts.items()
     }
-    log("timed")
-    found["by_bucket_bytes"] = {num_bytes: steady(llms, policy, num_bytes) for num_bytes in OTHER_BUCKET_BYTES}
-    log("timed in other buckets")
-    found["steady_bf16"] = [timed(ways.bf16.push, policy) for _ in range(3 + NUM_ROUNDS)][3:]
     found["load"] = push_under_load(engines, ways, policy)
     log("pushed under load")
     found["nan"] = push_nan(ways, policy)
@@ -103,44 +76,15 @@ def compare(ways: Ways, policy: dict) -> dict:
     return found
 
 
-def measure_rate(llms: list, tp: int, trainer: torch.device) -> float:
-    """Bytes a second to the slowest rank, of NCCL's broadcasts alone."""
-    opened = Communicator.open(host="127.0.0.1", port=0, size=1 + tp * len(llms), backend="nccl", timeout_s=TIMEOUT_S)
-    meeting = opened.meeting.model_dump_json()
-
-    def receive(place: int) -> list[float]:
-        return llms[place].collective_rpc("observe_broadcast_rate", args=(meeting, 1 + place * tp, RATE_BYTES))
-
-    with ThreadPoolExecutor(len(llms)) as pool:
-        received = [pool.submit(receive, place) for place in range(len(llms))]
-        opened.join(trainer, timeout_s=TIMEOUT_S)
-        sent = broadcast_rate(opened, trainer, RATE_BYTES)
-        rates = [rate for future in received for rate in future.result()]
-    opened.abort()
-    return min(sent, *rates)
-
-
-def timed(push, policy: dict) -> dict:
-    wall_s, _, report = time_call(lambda: push(policy))
-    reports = report if isinstance(report, list) else [report]
-    return {"wall_s": wall_s, "phases_s": [report.phases_s for report in reports]}
-
-
-def steady(llms: list, policy: dict, bucket_bytes: int) -> list[dict]:
-    """Pushes in buckets of another size, once the first ones have compiled what they need."""
-    with Broadcaster(llms, timeout_s=TIMEOUT_S, bucket_bytes=bucket_bytes) as broadcaster:
-        return [timed(broadcaster.push, policy) for _ in range(3 + NUM_ROUNDS)][3:]
-
-
 def push_under_load(engines: list[Vllm], ways: Ways, policy: dict) -> dict:
-    """Pushes and requests in turn: seconds, tokens, and memory that was free once everything was there."""
-    free, tokens, seconds = [], [], []
+    """Pushes and requests in turn: tokens, and memory that was free once everything was there."""
+    free, tokens = [], []
     for step in range(NUM_PUSHES):
         policies.fill_policy(policy, 1 + step % 2)
-        seconds.append(timed(ways.fp8.push, policy)["wall_s"])
+        ways.fp8.push(policy)
         tokens.append([engine.say(PROMPTS, 4) for engine in engines])
         free.append([*(rank["free"] for engine in engines for rank in engine.ask("memory")), free_bytes()])
-    return {"seconds": seconds, "tokens": tokens, "free_bytes": free}
+    return {"tokens": tokens, "free_bytes": free}
 
 
 def push_nan(ways: Ways, policy: dict) -> dict:

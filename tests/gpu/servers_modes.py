@@ -2,7 +2,6 @@
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import policies
 import torch
-from harness import WHOLE, free_bytes, log, save, seconds_of, time_call
+from harness import WHOLE, free_bytes, log, save
 from live_engines import HAS_GPU, PROMPTS
 
 from fp8refit import Broadcaster, Refitter
@@ -28,7 +27,6 @@ from tests.serving import free_port
 NUM_CLIENTS = 16
 """Each asks for the next answer once it has one."""
 NUM_TOKENS = 64
-NUM_PULLS = 7
 TIMEOUT_S = 120.0
 START_S = 300.0
 STOP_S = 15.0
@@ -150,7 +148,7 @@ def run_servers(args) -> dict:
         log("booted")
         if HAS_GPU and not args.kills:
             torch.cuda.set_device(args.replicas * args.tp)
-        for part in attack(servers[0], args) if args.kills else measure(servers, args):
+        for part in attack(servers[0], args) if args.kills else push_by_all(servers, args):
             found |= part
             save(args, found)
     finally:
@@ -185,12 +183,10 @@ def attack(server: Served, args) -> Iterator[dict]:
     return Campaign(setup, server.complete, plan, log).run()
 
 
-def measure(servers: list[Served], args) -> Iterator[dict]:
+def push_by_all(servers: list[Served], args) -> Iterator[dict]:
     policy = policies.allocate(args.shape)
-    digests = pull(servers, policy)
+    yield {"fingerprints": pull(servers, policy)}
     log("pulled")
-    yield {"fingerprints": {seed: each["fingerprints"] for seed, each in digests.items()}}
-    yield {"pull_s": digests[1]["seconds"]}
     for way in WAYS:
         options = {"timeout_s": TIMEOUT_S, "in_flight": way}
         with Broadcaster([server.url for server in servers], **options) as broadcaster:
@@ -198,15 +194,15 @@ def measure(servers: list[Served], args) -> Iterator[dict]:
         log(f"pushed, in flight: {way}")
 
 
-def pull(servers: list[Served], policy: dict) -> dict[int, dict]:
-    """Both policies by mapped memory, while nobody asks: what every rank holds, and seconds, one server after another."""
+def pull(servers: list[Served], policy: dict) -> dict[int, list[str]]:
+    """Both policies by mapped memory, while nobody asks: what every rank holds."""
     refitters = [Refitter(server.url, timeout_s=TIMEOUT_S) for server in servers]
     digests = {}
     for seed in (2, 1):
         policies.fill_policy(policy, seed)
-        seconds = [seconds_of(lambda: [refitter.refit(policy) for refitter in refitters]) for _ in range(NUM_PULLS)]
-        prints = [digest for refitter in refitters for digest in refitter.fingerprints()]
-        digests[seed] = {"fingerprints": prints, "seconds": statistics.median(seconds)}
+        for refitter in refitters:
+            refitter.refit(policy)
+        digests[seed] = [digest for refitter in refitters for digest in refitter.fingerprints()]
     for refitter in refitters:
         refitter.close()
     return digests
@@ -215,7 +211,6 @@ def pull(servers: list[Served], policy: dict) -> dict[int, dict]:
 def push(servers: list[Served], broadcaster: Broadcaster, policy: dict, args) -> dict:
     """Pushes while requests run, and what every rank holds after each."""
     broadcaster.push(policies.fill_policy(policy, 2))  # joins
-    idle = [seconds_of(lambda: broadcaster.push(policy)) for _ in range(NUM_PULLS)]
     prompts = [[token % policies.SHAPES[args.shape]["vocab_size"] for token in prompt] for prompt in PROMPTS]
     loads = [Load(server.complete, prompts, num_clients=NUM_CLIENTS, num_tokens=NUM_TOKENS) for server in servers]
     steps: list[dict] = []
@@ -224,12 +219,10 @@ def push(servers: list[Served], broadcaster: Broadcaster, policy: dict, args) ->
     try:
         for step in range(args.pushes):
             policies.fill_policy(policy, 1 + step % 2)
-            seconds, _, report = time_call(lambda: broadcaster.push(policy))
+            broadcaster.push(policy)
             steps.append(
                 {
                     "seed": 1 + step % 2,
-                    "wall_s": seconds,
-                    "phases_s": report.phases_s,
                     "fingerprints": broadcaster.fingerprints(),
                     "free_bytes": [free_bytes(gpu) for gpu in range(torch.cuda.device_count())],
                 }
@@ -238,7 +231,7 @@ def push(servers: list[Served], broadcaster: Broadcaster, policy: dict, args) ->
     finally:
         for load in loads:
             load.__exit__()
-    return {"idle_s": idle, "steps": steps, "answers": [heard(load.answers) for load in loads]}
+    return {"steps": steps, "answers": [heard(load.answers) for load in loads]}
 
 
 def heard(answers: Sequence[Answer]) -> dict:
@@ -246,7 +239,6 @@ def heard(answers: Sequence[Answer]) -> dict:
     return {
         "statuses": [answer.status for answer in answers],
         "num_tokens": [len(answer.tokens) for answer in answers],
-        "seconds": [answer.heard_s - answer.sent_s for answer in answers],
     }
 
 

@@ -1,13 +1,10 @@
-"""A trainer on one GPU, vLLM on others: bytes of a broadcast against those of a direct refit, its speed against the wire's.
+"""A trainer on one GPU, vLLM on others: bytes of a broadcast against those of a direct refit. `fp8refit bench refit` times it.
 
-    python -m pytest tests/gpu/test_broadcast.py                  # every case that fits the GPUs of this machine
-    FP8REFIT_BROADCAST=tp1 python -m pytest tests/gpu/test_broadcast.py
-
-The wire's rate is that of NCCL's broadcasts between the same processes in the same run.
+python -m pytest tests/gpu/test_broadcast.py                  # every case that fits the GPUs of this machine
+FP8REFIT_BROADCAST=tp1 python -m pytest tests/gpu/test_broadcast.py
 """
 
 import os
-import statistics
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.judging import median
-from tests.gpu.scripts import run_scenario, write_result
+from tests.gpu.scripts import run_scenario
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,19 +57,6 @@ def case(request):
     return name, found
 
 
-def rate_of(found):
-    return statistics.median(found["broadcast_bytes_a_second"])
-
-
-def seconds_of(found, key):
-    return median(found[key], "wall_s")
-
-
-def over_wire(found):
-    """Seconds of a push over those that its bytes take on the wire."""
-    return seconds_of(found, "steady") * rate_of(found) / found["wire_bytes"]["fp8"]
-
-
 def test_every_way_gives_the_same_bytes_on_every_rank(case):
     name, found = case
     digests = found["fingerprints"]
@@ -89,21 +72,10 @@ def test_a_rank_receives_about_its_part(case):
         assert max(of_rank) <= 1.1 * found["wire_bytes"][kind] / CASES[name].tp
 
 
-def test_a_push_takes_little_longer_than_its_bytes_on_the_wire(case):
-    """On three hosts 1.22, 1.43 and 1.58: what is more than the wire's is the host's."""
-    _, found = case
-    assert over_wire(found) <= 1.65, found["steady"]
-
-
-def test_fp8_on_the_wire_is_faster_than_bf16(case):
-    _, found = case
-    assert seconds_of(found, "steady_bf16") / seconds_of(found, "steady") >= 1.4
-
-
 def test_pushes_between_requests_fail_none_and_grow_nothing(case):
     _, found = case
     load = found["load"]
-    assert len(load["seconds"]) == 50
+    assert len(load["tokens"]) == 50
     assert load["tokens"][0::2] == [load["tokens"][0]] * 25
     assert load["tokens"][1::2] == [load["tokens"][1]] * 25
     grown = [was - left for was, left in zip(load["free_bytes"][NUM_WARM_UP], load["free_bytes"][-1], strict=True)]
@@ -113,31 +85,3 @@ def test_pushes_between_requests_fail_none_and_grow_nothing(case):
 def test_nan_is_named_and_healed(case):
     _, found = case
     assert found["nan"] == {"names": ["model.layers.1.mlp.down_proj.weight"], "was_dirty": True, "healed": True}
-
-
-def test_write_the_result(case):
-    name, found = case
-    result = {
-        "what": f"broadcast of {SHAPE} by NCCL to {CASES[name].replicas} vLLM engine(s) of {CASES[name].tp} rank(s)",
-        "command": f"FP8REFIT_BROADCAST={name} python -m pytest tests/gpu/test_broadcast.py",
-        "gpu": found["gpu"],
-        "versions": found["versions"] | {"nccl": ".".join(map(str, found["nccl"]))},
-        "broadcast_gb_per_s": rate_of(found) / 1e9,
-        "wire_bytes": found["wire_bytes"],
-        "wire_bytes_of_rank": found["wire_bytes_of_rank"],
-        "seconds": {
-            "fp8": seconds_of(found, "steady"),
-            "bf16": seconds_of(found, "steady_bf16"),
-            "pull": median([each["pull"] for each in found["rounds"]], "wall_s"),
-            "fp8_on_the_wire_alone": found["wire_bytes"]["fp8"] / rate_of(found),
-        },
-        "over_wire": over_wire(found),
-        "seconds_by_bucket_bytes": {
-            num_bytes: median(pushes, "wall_s") for num_bytes, pushes in found["by_bucket_bytes"].items()
-        },
-        "rounds": found["rounds"],
-        "steady": found["steady"],
-        "pushes_under_load_s": found["load"]["seconds"],
-        "nan": found["nan"],
-    }
-    write_result(f"broadcast_{name}", result)

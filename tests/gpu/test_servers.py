@@ -8,7 +8,6 @@ python -m pytest tests/gpu/test_servers.py -k oracle        # trainers that are 
 import itertools
 import json
 import os
-import statistics
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.judging import median, phases_ms
 from tests.gpu.scripts import RESULTS, run_scenario, write_result
 from tests.oracle.expectations import check
 
@@ -173,31 +171,3 @@ def test_no_server_grows_by_pushes(case, pushed):
 def free_of(pushed, gpu):
     """What one GPU had left after each push, once everything was there."""
     return [step["free_bytes"][gpu] for step in pushed["steps"][NUM_WARM_UP:]]
-
-
-def test_write_the_result(case):
-    name, found = case
-    of = CASES[name]
-    result = {
-        "what": f"pushes of {SHAPE} to {of.replicas} {of.engine} server(s) of {of.tp} rank(s) that answer meanwhile",
-        "command": f"FP8REFIT_SERVERS={name} python -m pytest tests/gpu/test_servers.py",
-        "gpu": found["gpu"],
-        "versions": found["versions"],
-        "pull_s": found["pull_s"],
-        **{way: summary(found[way]) for way in WAYS},
-    }
-    write_result(f"servers_{name}", result)
-
-
-def summary(pushed):
-    steps, answers = pushed["steps"], pushed["answers"]
-    return {
-        "idle_push_s": statistics.median(pushed["idle_s"]),
-        "push_s": median(steps, "wall_s"),
-        "phases_s": {phase: milliseconds / 1e3 for phase, milliseconds in phases_ms(steps).items()},
-        "pushes": len(steps),
-        "requests": sum(len(of_server["statuses"]) for of_server in answers),
-        "failed_requests": sum(status != 200 for of_server in answers for status in of_server["statuses"]),
-        "tokens": sum(sum(of_server["num_tokens"]) for of_server in answers),
-        "free_bytes_after_each_push": [step["free_bytes"] for step in steps],
-    }
