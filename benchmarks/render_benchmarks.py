@@ -107,8 +107,8 @@ LEGEND = """The BF16 weights are on the engine's GPU, as a trainer leaves them. 
 and one run of each other way, interleaved. After each run the live weights are compared by fingerprint. Times
 are medians in ms.
 
-- *first*: the first refit, after the layout was read; [with that](measured.md#first-refits) it takes longer. *call to
-  return*: all that a training loop waits for, until the engine can serve again. *flush*: the engine drops its prefix cache.
+- *first*: the first refit, after the engine's loader was traced. *call to return*: all that a training loop waits for, until
+  the engine can serve again. *flush*: the engine drops its prefix cache.
 - *fill*: the kernel that reads BF16 and writes codes and scales, on the device's own clock. *of copy*: the fill divided by the
   time to copy as many bytes, measured in the same process. *ns/MB*: in brackets, how much more than the best row.
 - *host*: call to return, minus the fill.

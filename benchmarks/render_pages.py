@@ -305,45 +305,36 @@ def render_one(checked: dict[str, Any], measured: RefitBenchResult) -> str:
 
 def render_layouts(results: list[dict[str, Any]]) -> str:
     """Engines whose ranks are in other processes, or have a driver each."""
-    lines = []
-    for tp, found in _of_layout(results, "tensor_parallel").items():
-        fifty, fill = found["fifty_refits"], found["fill_by_rank"][0]
-        name = "one rank in another process" if tp == "1" else f"tensor parallel {tp} in other processes"
-        filled = f"{fill['fill_device_ms_median']:.2f} ms, {fill['fill_over_roofline']:.2f} x copy"
-        host, reset_ms = f"{fifty['host_ms_median']:.1f} ms", fifty["phases_ms_median"]["flush"]
-        if reset_ms >= 0.1:
-            host += f", {reset_ms:.1f} of it the cache reset"
-            name += "" if tp == "1" else " †"
-        lines.append((name, found["equal_to_fresh_boot"], fifty["wall_ms_median"], host, filled))
-    for tp, ranks in _of_layout(results, "external_launcher").items():
-        equal = {key: all(rank["equal_to_fresh_boot"] for rank in ranks) for key in EQUALITIES}
-        wall_ms, host_ms = (max(rank[key] for rank in ranks) for key in ("wall_ms_median", "host_ms_median"))
-        filled = ", ".join(f"{rank['fill_over_roofline']:.2f}" for rank in ranks) + " x copy"
-        lines.append(
-            (
-                f"tensor parallel {tp}, `external_launcher`, weights on every GPU",
-                equal,
-                wall_ms,
-                f"{host_ms:.1f} ms",
-                filled,
-            )
-        )
-    table = "\n".join(
-        f"| {name} | {'equal' if is_equal(equal) else 'NOT equal'} | {wall_ms:.1f} ms | {host} | {filled} |"
-        for name, equal, wall_ms, host, filled in lines
-    )
+    lines = [
+        ("one rank in another process" if tp == "1" else f"tensor parallel {tp} in other processes", equal)
+        for tp, equal in _equal_by_ranks(results)
+    ]
+    lines += [
+        (f"tensor parallel {tp}, `external_launcher`, weights on every GPU", equal)
+        for tp, equal in _equal_by_launcher(results)
+    ]
+    table = "".join(f"| {name} | {'equal' if is_equal(equal) else 'NOT equal'} |\n" for name, equal in lines)
     served = next(result["served_qwen3-0.6b"] for result in reversed(results) if "served_qwen3-0.6b" in result)
     links = ", ".join(map(_link, LAYOUTS))
     return (
-        "Same model. 50 refits with generations between them; medians of the whole call. The BF16 weights are on one GPU "
-        "unless the row says otherwise; ranks on other GPUs read them over NVLink, which then sets the pace. *Host* is the "
-        "call minus the fill. Rows marked † were measured before the cache reset ran in parallel with the write.\n\n"
-        "| vLLM | compared with a fresh boot | refit | host | fill on the weights' own GPU |\n"
-        f"| --- | --- | ---: | --- | --- |\n{table}\n\n"
+        "Same model. 50 refits with generations between them; then live bytes of every rank, greedy tokens and "
+        "log-probabilities are compared with a fresh boot. The BF16 weights are on one GPU unless the row says otherwise.\n\n"
+        f"| vLLM | compared with a fresh boot |\n| --- | --- |\n{table}\n"
         f"`AsyncLLM`, Qwen3-0.6B shape, requests kept through {served['num_refits']} refits: {served['num_kept']} "
         f"interruptions, {served['num_requests_finished']} requests finished, {served['num_requests_unlike_asked']} cut short."
-        f"\n\nSource: {links}. To measure again, on four GPUs: `python -m pytest tests/gpu/test_vllm_layouts.py`.\n"
+        f"\n\nSource: {links}. To check again, on four GPUs: `python -m pytest tests/gpu/test_vllm_layouts.py`.\n"
     )
+
+
+def _equal_by_ranks(results: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    return [(tp, found["equal_to_fresh_boot"]) for tp, found in _of_layout(results, "tensor_parallel").items()]
+
+
+def _equal_by_launcher(results: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (tp, {key: all(rank["equal_to_fresh_boot"] for rank in ranks) for key in EQUALITIES})
+        for tp, ranks in _of_layout(results, "external_launcher").items()
+    ]
 
 
 def _of_layout(results: list[dict[str, Any]], kind: str) -> dict[str, Any]:
@@ -481,13 +472,14 @@ def engine_name(engine: str) -> str:
 def render_largest(layouts: list[dict[str, Any]], experts: list[dict[str, Any]]) -> str:
     """Layouts of several GPUs, and what each was compared with."""
     rows = [
-        (f"vLLM, qwen3-8b shape, tensor parallel {tp} in other processes", tp, found["equal_to_fresh_boot"])
-        for tp, found in _of_layout(layouts, "tensor_parallel").items()
+        (f"vLLM, qwen3-8b shape, tensor parallel {tp} in other processes", tp, equal)
+        for tp, equal in _equal_by_ranks(layouts)
         if tp != "1"
     ]
-    for tp, ranks in _of_layout(layouts, "external_launcher").items():
-        equal = {key: all(rank["equal_to_fresh_boot"] for rank in ranks) for key in EQUALITIES}
-        rows.append((f"vLLM, qwen3-8b shape, tensor parallel {tp}, `external_launcher`", tp, equal))
+    rows += [
+        (f"vLLM, qwen3-8b shape, tensor parallel {tp}, `external_launcher`", tp, equal)
+        for tp, equal in _equal_by_launcher(layouts)
+    ]
     for result in experts:
         if "equal_to_fresh_boot" in result and not name_of(result["what"]).endswith("1"):
             found = result["equal_to_fresh_boot"].values()
@@ -603,28 +595,21 @@ def render_experts(results: list[dict[str, Any]], large: RefitBenchResult) -> st
 
 def render_traced(results: list[dict[str, Any]]) -> str:
     """First refits, whose slots are read off the engine's loader, and what they are compared with."""
-    rows = []
-    for found in results:
-        first, equal = found["first_refit"], found.get("equal_to_fresh_boot")
-        compared = f"{found['live_tensors_compared']} live tensors {is_equal_word(equal)}" if equal else "not compared"
-        fill_s = first["phases_s"]["fill"]
-        compiles = f", {fill_s:.2f} of it compiling kernels" if fill_s > 0.5 else ""
-        rows.append(
-            f"| {found['what'].partition(' shape')[0].replace(', ', ' | ')} | {_card(found['gpu'])} | {compared} "
-            f"| {'yes' if is_proved(found) else 'no'} | {first['wall_s']:.2f} s{compiles} "
-            f"| {found['later_refit_ms_median']:.1f} ms |\n"
-        )
+    rows = "".join(
+        f"| {found['what'].partition(' shape')[0].replace(', ', ' | ')} | {_card(found['gpu'])} "
+        f"| {found['live_tensors_compared']} live tensors {is_equal_word(found['equal_to_fresh_boot'])} "
+        f"| {'yes' if is_proved(found) else 'no'} |\n"
+        for found in results
+    )
     left = [num for found in results for num in found["twin"].get("left_bytes", ())]
     most = f"at most {max(left)} bytes" if max(left) else "nothing"
-    shapes = [found["what"].partition(" shape")[0] for found in results if "left_bytes" in found["twin"]]
     return (
         f"The first refit traces the engine's own loader to see where every tensor goes. {_machines(results)}. Each engine is "
-        "compared with one booted from a checkpoint that no refit wrote, unless the table says otherwise: live bytes, greedy "
-        "tokens and log-probabilities, with experts sent one by one and stacked.\n\n"
-        "| engine | model | GPU | compared with a fresh boot | proved by value | first refit | later ones |\n"
-        "| --- | --- | --- | --- | --- | ---: | ---: |\n"
-        f"{''.join(rows)}\nTracing twice left {most} in GPU memory, with each of {'; '.join(shapes)}.\n\n"
-        "To measure again: `python -m pytest tests/gpu/test_traced.py`.\n"
+        "compared with one booted from a checkpoint that no refit wrote: live bytes, greedy tokens and log-probabilities, with "
+        "experts sent one by one and stacked.\n\n"
+        f"| engine | model | GPU | compared with a fresh boot | proved by value |\n| --- | --- | --- | --- | --- |\n{rows}\n"
+        f"Tracing twice left {most} in GPU memory. [Benchmarks](benchmarks.md#a-refit-of-a-live-engine) has the times of "
+        "first refits.\n\nTo check again: `python -m pytest tests/gpu/test_traced.py`.\n"
     )
 
 
@@ -791,14 +776,10 @@ def _gpus_of(found: dict[str, Any]) -> str:
 
 def render_transfer(result: dict[str, Any]) -> str:
     """VLLM's weight-transfer API."""
-    ms = {way: f"{1e3 * seconds:.0f} ms" for way, seconds in result["seconds"].items()}
     return (
         f"CI tests it with vLLM 0.32 on the CPU. With {result['versions']['vllm']} on two {result['gpu']}s, Qwen3-8B shape, "
-        "the engine's bytes equal those of a refit:\n\n| source | time |\n| --- | ---: |\n"
-        f"| a module on the engine's GPU | {ms['module']} (`refit` takes {ms['refit']}) |\n"
-        f"| any other source there, read as a stream | {ms['stream']} |\n"
-        f"| a broadcast from the other GPU | {ms['broadcast']} |\n\n"
-        f"Source: {_link(TRANSFER.name)}. To measure again: `{result['command']}`.\n"
+        "the engine's bytes equal those of a refit, from a module and from any other source on the engine's GPU, and by a "
+        f"broadcast from the other GPU.\n\nSource: {_link(TRANSFER.name)}. To check again: `{result['command']}`.\n"
     )
 
 
@@ -871,7 +852,6 @@ Bar = tuple[str, float, bool]
 def figures() -> dict[str, tuple[str, list[Bar]]]:
     """What is drawn into docs/figures: a title and bars, by the picture's name."""
     refits = read_refits()
-    layouts = [read(RESULTS / name) for name in LAYOUTS]
     rows = [row for row in read_highlights() if not changed_since(row[4], row[5])]
     pairs = [row for row in rows if row[3] is not None and not row[0].startswith("slow")]
     beside = [
@@ -887,22 +867,6 @@ def figures() -> dict[str, tuple[str, list[Bar]]]:
             *((other.name, other.wall_ms.median) for other in refits[name].others if "weights" in other.name),
         )
     ]
-    ranks = [
-        (f"tensor parallel {tp}", found["fifty_refits"]["wall_ms_median"], True)
-        for tp, found in _of_layout(layouts, "tensor_parallel").items()
-    ]
-    ranks += [
-        (f"tensor parallel {tp}, weights on every GPU", max(rank["wall_ms_median"] for rank in ranks), True)
-        for tp, ranks in _of_layout(layouts, "external_launcher").items()
-    ]
-    first = [
-        (
-            f"{name_of_traced(found)}{'' if is_proved(found) else ', not proved'}",
-            1e3 * found["first_refit"]["wall_s"],
-            True,
-        )
-        for found in _read_all(TRACED)
-    ]
     large = refits["experts"]
     many = [
         ("refit, experts one by one", large.wall_ms.median, True),
@@ -912,16 +876,8 @@ def figures() -> dict[str, tuple[str, list[Bar]]]:
     return {
         "highlights.png": ("Until an engine serves new weights", beside),
         "measured_ways.png": ("Qwen3-8B shape, one H200", ways),
-        "measured_layouts.png": ("Refits of vLLM in other processes, Qwen3-8B shape, H200s", ranks),
-        "measured_first.png": ("First refits", first),
         "measured_experts.png": ("vLLM, Qwen3-30B-A3B shape, one H200", many),
     }
-
-
-def name_of_traced(found: dict[str, Any]) -> str:
-    """An engine, a shape and a GPU, for people."""
-    engine, shape = found["what"].partition(" shape")[0].split(", ")
-    return f"{engine_name(engine)}, {shape}, {_card(found['gpu'])}"
 
 
 def digest_of(title: str, bars: list[Bar]) -> str:

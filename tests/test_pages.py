@@ -201,19 +201,13 @@ def test_the_readme_says_it_if_an_engine_did_not_equal_a_fresh_one():
     assert "does NOT equal" in highlights(single=single | {"equal_to_fresh_boot": equal})
 
 
-def test_rows_measured_before_the_reset_ran_beside_the_write_are_marked():
-    (row,) = (
-        line for line in RENDERER.render_layouts(layouts()).splitlines() if line.startswith("| tensor parallel 2 in")
-    )
-    (alone,) = (line for line in RENDERER.render_layouts(layouts()).splitlines() if line.startswith("| one rank"))
-    assert "†" in RENDERER.render_layouts(layouts(reset_ms=2.0)).split("| tensor parallel 2 in")[1].splitlines()[0]
-    assert "†" not in row + alone
-
-
-def layouts(reset_ms=0.0):
-    found = read("vllm_layouts_2_h200.json")
-    found["tensor_parallel"]["2"]["fifty_refits"]["phases_ms_median"]["flush"] = reset_ms
-    return [read("vllm_layouts_1_2_h200.json"), found, read("vllm_layouts_served_h200.json")]
+def test_layouts_say_it_if_a_rank_did_not_equal_a_fresh_one():
+    found = read("vllm_layouts_4_external4_h200.json")
+    served = read("vllm_layouts_served_h200.json")
+    assert RENDERER.render_layouts([found, served]).count("| equal |") == 2
+    found["tensor_parallel"]["4"]["equal_to_fresh_boot"]["tokens"] = False
+    found["external_launcher"]["4"][3]["equal_to_fresh_boot"] = False
+    assert RENDERER.render_layouts([found, served]).count("| NOT equal |") == 2
 
 
 def test_a_server_is_rendered_beside_its_requests_and_how_long_it_stands_still():

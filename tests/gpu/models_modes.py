@@ -9,21 +9,17 @@ vLLM's driver is in this process: else requests reach the scheduler one by one, 
 bits depend on, is chance; and what a refit leaves behind can be looked at.
 """
 
-import time
 from pathlib import Path
 from typing import Any
 
 import model_costs
 import policies
 from checkpoints import fp8_folder, kernels_of, write_checkpoints, write_layout, write_specified
-from harness import FLAG, WHOLE, log, timed_refit
+from harness import FLAG, WHOLE, log
 from live_engines import HAS_GPU, Engine, Sglang, Vllm
 
 from fp8refit import Refitter
 
-NUM_ROUNDS = 7
-GO = "go"
-"""A file that `--wait` waits for before anything is timed."""
 ROOM = {"gpu_memory_utilization": 0.12, "kv_cache_memory_bytes": 2 << 30}
 """vLLM profiles nothing, so that engines on one GPU can start and end beside one another."""
 FEW_TOKENS = {"mem_fraction_static": 0.5, "max_total_tokens": 8192}
@@ -86,22 +82,17 @@ def run_traced(args) -> dict:
     """From noise through policy 2 to policy 1, tensor by tensor as a checkpoint holds them; then from stacked experts."""
     engine = boot_noise(args)
     places = engine.ask("places")
-    while args.wait and not (args.work / GO).exists():
-        time.sleep(0.1)
     result: dict = {"compile_s": engine.ask("compile")[0]}
     stacked = policies.allocate(args.shape)
     single = policies.expert_by_expert(stacked)
-    refitter = Refitter(engine.candidate, prove_trace=not args.no_proof)
+    refitter = Refitter(engine.candidate)
     policies.fill_policy(stacked, 2)
-    result["first_refit"] = timed_refit(refitter, single)
-    log(f"first refit: {result['first_refit']}")
+    refitter.refit(single)
     result["twin"] = engine.ask("loader")[0]
     log(f"twin: {result['twin']}")
-    result["later_refits"] = []
-    for index in range(NUM_ROUNDS):
-        policies.fill_policy(stacked, 1 + (NUM_ROUNDS - 1 - index) % 2)  # the last is policy 1
-        result["later_refits"].append(timed_refit(refitter, single))
-    result["num_tensors"], result["is_proved"] = len(single), not args.no_proof
+    policies.fill_policy(stacked, 1)
+    refitter.refit(single)
+    result["num_tensors"] = len(single)
     result["single"] = engine.observe()
     result["moved"] = places != engine.ask("places")
     layout = refitter.layout()
@@ -137,7 +128,5 @@ OPTIONS = {
     "ep": FLAG,
     "eager": FLAG,
     "attention": {},
-    "wait": FLAG,
-    "no-proof": FLAG,
 }
 MODES = {"refit": run_refit, "fresh": run_fresh, "traced": run_traced, "held": run_held}

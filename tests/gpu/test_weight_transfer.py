@@ -4,7 +4,6 @@ python -m pytest tests/gpu/test_weight_transfer.py
 """
 
 import os
-import statistics
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -59,8 +58,6 @@ def test_write_the_result(found):
         "command": "python -m pytest tests/gpu/test_weight_transfer.py",
         "gpu": found["gpu"],
         "versions": found["versions"],
-        "seconds": {way: statistics.median(found[f"{way}_s"]) for way in ("refit", *WAYS)},
-        "all_seconds": {way: found[f"{way}_s"] for way in ("refit", *WAYS)},
         "nan": found["nan"],
     }
     write_result("weight_transfer", result)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import policies
 import torch
 from fp8refit_vllm.trainer import RefitTrainer, RefitTrainerInitInfo
-from harness import log, seconds_of
+from harness import log
 from live_engines import Vllm, gpus_alone
 from torch import Tensor, nn
 from vllm import LLM
@@ -15,8 +15,6 @@ from weight_transfers import LlmClient, PolicySource, open_trainer
 from fp8refit import NonFiniteError, RefitConfig, Refitter
 
 TIMEOUT_S = 60.0
-NUM_ROUNDS = 7
-NUM_WARM_UP = 3
 DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -38,24 +36,22 @@ def run_weight_transfer(args) -> dict:
     policies.write_config(args.shape, args.work / "dummy")
     with gpus_alone(0, 1):
         engine = Vllm(args.work / "dummy", is_noise=True, weight_transfer_config={"backend": "fp8refit"})
-    found = measure(engine.candidate, args.shape)
+    found = send_all(engine.candidate, args.shape)
     engine.shutdown()
     return found
 
 
-def measure(llm: LLM, shape: str) -> dict:
+def send_all(llm: LLM, shape: str) -> dict:
     policy = policies.fill_policy(policies.allocate(shape), 1)
     refitter = Refitter(llm, timeout_s=TIMEOUT_S)
     found: dict = {
         "fingerprints": {"refit": fingerprints(policy, lambda: refitter.refit(policy), refitter.fingerprints)}
     }
-    found["refit_s"] = seconds(lambda: refitter.refit(policy))
     log("refitted")
     sources = {"module": ModuleSource(module_of(policy)), "stream": PolicySource(policy)}
     for name, source in sources.items():
         trainer = trainer_of(llm, source)
         found["fingerprints"][name] = fingerprints(policy, trainer.send_weights, trainer.fingerprints)
-        found[f"{name}_s"] = seconds(trainer.send_weights)
         if name == "module":
             found["nan"] = send_nan(trainer, policy)
         trainer.shutdown()
@@ -65,7 +61,6 @@ def measure(llm: LLM, shape: str) -> dict:
     elsewhere = policies.fill_policy({name: tensor.to("cuda:1") for name, tensor in policy.items()}, 1)
     trainer = trainer_of(llm, ModuleSource(module_of(elsewhere)), transport="collective")
     found["fingerprints"]["broadcast"] = fingerprints(elsewhere, trainer.send_weights, trainer.fingerprints)
-    found["broadcast_s"] = seconds(trainer.send_weights)
     other = Refitter(llm, timeout_s=TIMEOUT_S)
     other.fingerprints()  # has asked the ranks, and heard of their version
     found["served_versions"] = [trainer.version, other.version]
@@ -90,10 +85,6 @@ def fingerprints(
         send()
         found.append(read())
     return found
-
-
-def seconds(send: Callable[[], object]) -> list[float]:
-    return [seconds_of(send) for _ in range(NUM_WARM_UP + NUM_ROUNDS)][NUM_WARM_UP:]
 
 
 def send_nan(trainer: RefitTrainer, policy: dict[str, Tensor]) -> dict:
