@@ -60,6 +60,7 @@ BUILD_PLACES = {
 """Of `run_interleaved.py`."""
 MATRIX = RESULTS / "matrix.json"
 TRAINERS = RESULTS / "trainers.json"
+SYNCED = "synced_*.json"
 TRAINER_PAGES = {
     "trl": ("trl",),
     "verl": ("verl", "verl-sglang"),
@@ -86,7 +87,7 @@ def render() -> dict[str, dict[str, str]]:
     transfer = read(TRANSFER)
     kv = [read(RESULTS / name.format(shape=shape)) for shape in KV_SHAPES for name in KV.values()]
     traced, mismatches, step = _read_all(TRACED), _read_all(MISMATCH), read(STEP)
-    experts, oracle = map(_read_all, (EXPERTS, ORACLE))
+    experts, oracle, synced = map(_read_all, (EXPERTS, ORACLE, SYNCED))
     refits = read_refits()
     trainers = json.loads(TRAINERS.read_text())["rows"]
     return {
@@ -118,6 +119,7 @@ def render() -> dict[str, dict[str, str]]:
             "transfers": render_ways([refits[name] for name in TRANSFERS_OF], TRANSFERS)
             + render_ages(_as_read(refits, name) for name in TRANSFERS_OF),
             "trainers": render_trainers(trainers),
+            "synced": render_synced(synced) + render_ages(synced),
         },
         **{
             f"docs/trainer-{page}.md": {"trainers": render_trainers([row for row in trainers if row["name"] in names])}
@@ -545,6 +547,26 @@ def render_trainers(rows: list[dict[str, Any]]) -> str:
         proof = f"{row['proof']}: {row['why'] or _passed(row)}"
         lines.append(f"| {' | '.join(cells)} | {proof} |")
     return "\n".join(lines) + "\n"
+
+
+def render_synced(results: list[dict[str, Any]]) -> str:
+    """Trainers' own code on a GPU: what a sync takes."""
+    if not results:
+        return "None has run on a GPU yet: `python -m tests.gpu.run_trainers TRAINER --out FILE` does it.\n"
+    rows = []
+    for found in results:
+        trainer = f"{found['trainer']} {found['versions'][found['trainer'].replace('-', '_')]}"
+        ms = {way: f"{times['median']:.1f} ms, first {times['first']:.0f}" for way, times in found["sync_ms"].items()}
+        cells = [trainer, f"{found['what']}{', which sleeps between' if found['sleeps'] else ''}", found["shape"]]
+        cells += [ms["drop-in"], ms["bf16"], f"{found['num_equal']} of {found['num_syncs']}"]
+        rows.append(f"| {' | '.join(cells)} |\n")
+    commands = "\n".join(found["command"] for found in results)
+    return (
+        f"On {_machines(results)}, with CUDA graphs. Medians of whole syncs, each way in a run of its own. *Equal*: after so "
+        "many of the syncs `verify` found the trainer's weights in the engine, bit for bit.\n\n"
+        "| trainer | what runs | shape | with the drop-in | a BF16 engine, without it | equal |\n"
+        f"| --- | --- | --- | ---: | ---: | ---: |\n{''.join(rows)}\nTo measure again:\n\n```bash\n{commands}\n```\n"
+    )
 
 
 def _passed(counts: dict[str, Any] | None) -> str:

@@ -29,6 +29,7 @@ MEASURED_PARTS: dict[str, tuple[str, ...]] = {
     "precision_*": ("kernels",),
     "sglang_*": PARTS,
     "soak_*": INSIDE,
+    "synced_*": PARTS,
     "traced_sglang_*": PARTS,
     "traced_vllm_*": INSIDE,
     "transport_*": ("transport",),

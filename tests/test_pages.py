@@ -220,6 +220,25 @@ def test_a_server_is_rendered_beside_its_requests_and_how_long_it_stands_still()
     assert f"| vLLM | `keep` | {pushes} | 35.0 ms |" in said
 
 
+def test_what_a_sync_took_is_rendered_beside_that_of_a_bf16_engine():
+    found = {
+        "gpu": "NVIDIA H200",
+        "versions": {"ms_swift": "4.6.0", "vllm": "0.26.0"},
+        "trainer": "ms-swift",
+        "what": "its mixin",
+        "shape": "a shape",
+        "sleeps": True,
+        "command": "python -m it",
+        "sync_ms": {"drop-in": {"first": 900.0, "median": 12.34}, "bf16": {"first": 30.0, "median": 20.0}},
+        "num_syncs": 10,
+        "num_equal": 9,
+    }
+    said = RENDERER.render_synced([found])
+    times = "12.3 ms, first 900 | 20.0 ms, first 30"
+    assert f"| ms-swift 4.6.0 | its mixin, which sleeps between | a shape | {times} | 9 of 10 |" in said
+    assert "None has run on a GPU yet" in RENDERER.render_synced([])
+
+
 def test_what_an_oracle_found_is_rendered_and_its_wrong_answers_are_added_up():
     found = {
         "gpu": "a GPU",
