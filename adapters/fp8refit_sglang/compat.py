@@ -7,6 +7,7 @@ are free text, and it needs no update session.
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cache
 from http import HTTPStatus
 from pkgutil import resolve_name
@@ -361,10 +362,23 @@ def own_rows(device: torch.device) -> BlockFormat | None:
     from sglang.srt.layers.quantization import fp8
 
     probe = probe_of_rows().to(device)
-    codes, scale = fp8.per_token_group_quant_fp8(probe, probe.shape[1])
-    return format_of(
-        probe, codes, scale, (BlockFormat(block_size=(1, WHOLE), scale_format=each) for each in FLOAT_SCALES)
-    )
+    return _of_rows(probe, *fp8.per_token_group_quant_fp8(probe, probe.shape[1]))
+
+
+@cache
+def own_weights(device: torch.device) -> BlockFormat | None:
+    """How it makes the scale of a whole matrix, such as an expert's: asked in the same way, row by row."""
+    from sglang.srt.layers.quantization import fp8
+
+    probe = probe_of_rows().to(device)
+    codes, scales = zip(*(fp8.scaled_fp8_quant(row[None]) for row in probe), strict=True)
+    of_rows = _of_rows(probe, torch.cat(codes), torch.cat(scales)[:, None])
+    return None if of_rows is None else replace(of_rows, block_size=(WHOLE, WHOLE))
+
+
+def _of_rows(probe: Tensor, codes: Tensor, scale: Tensor) -> BlockFormat | None:
+    formats = (BlockFormat(block_size=(1, WHOLE), scale_format=each) for each in FLOAT_SCALES)
+    return format_of(probe, codes, scale, formats)
 
 
 def probe_of_rows() -> Tensor:

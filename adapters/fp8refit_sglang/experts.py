@@ -11,8 +11,7 @@ from torch import nn
 from fp8refit.live.formats import PER_ROW, BlockFormat
 from fp8refit.live.slots import Refresh
 from fp8refit.tracing.rules import Kernel, Why
-from fp8refit.tracing.stored import is_experts
-from fp8refit_sglang.compat import own_rows
+from fp8refit_sglang.compat import own_rows, own_weights
 
 ROW_MAJOR_RUNNERS = frozenset({"cutlass", "deep_gemm", "triton"})
 """SGLang's expert kernels that read block-FP8 weights in checkpoint layout, on GPUs where scales stay float32."""
@@ -55,7 +54,7 @@ def block_format(layer: Any) -> BlockFormat | None:
     sizes = (getattr(each, "weight_block_size", None) for each in holders)
     size = next((size for size in sizes if size is not None), None)
     if size is None:
-        return own_rows(layer.weight.device) if quantizes_itself(layer) and not is_experts(layer) else PER_ROW
+        return own_rows(layer.weight.device) if quantizes_itself(layer) else PER_ROW
     rows, columns = size
     return BlockFormat(block_size=(int(rows), int(columns)))
 
@@ -69,7 +68,8 @@ def kernel_of_experts(layer: Any) -> Kernel:
     if getattr(layer, "_mega_moe_weights_built", False):
         name = "megamoe"
     if quantizes_itself(layer):
-        return Kernel(name=name, format=None, remedy=FROM_FP8)
+        is_read = method_name == "Fp8MoEMethod" and name in ROW_MAJOR_RUNNERS
+        return Kernel(name=name, format=own_weights(layer.w13_weight.device) if is_read else None, remedy=FROM_FP8)
     held = block_format(layer) if name in ROW_MAJOR_RUNNERS else None
     if held is not None and held.has_rows and torch.version.hip is not None:
         held = None  # AITER shuffles such weights, and they keep their shape

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fp8refit_sglang.compat import own_rows
+from fp8refit_sglang.compat import own_rows, own_weights
+from fp8refit_sglang.experts import FROM_FP8
 from fp8refit_sglang.latent import why_not_absorbed
 from fp8refit_sglang.layout import ROW_MAJOR_KERNELS, SglangRules
 from torch import nn
@@ -322,11 +323,17 @@ def quantizer(monkeypatch):
         codes, scale = quantize_blockwise(x, block_size=(1, group_size), scale_format=asked.rule)
         return codes, scale * 2 if asked.is_odd else scale
 
+    def quantize_whole(x):
+        codes, scale = quantize(x.reshape(1, -1), x.numel())
+        return codes.view(x.shape), scale.view(1)
+
     monkeypatch.setitem(sys.modules, "sglang.srt.layers.quantization", SimpleNamespace(fp8=asked))
-    asked.per_token_group_quant_fp8 = quantize
-    own_rows.cache_clear()
+    asked.per_token_group_quant_fp8, asked.scaled_fp8_quant = quantize, quantize_whole
+    for asks in (own_rows, own_weights):
+        asks.cache_clear()
     yield asked
-    own_rows.cache_clear()
+    for asks in (own_rows, own_weights):
+        asks.cache_clear()
 
 
 @pytest.mark.parametrize("rule", FLOAT_SCALES)
@@ -345,13 +352,41 @@ def test_rows_by_another_rule_or_of_a_weights_one_scale_are_refused(quantizer):
     assert "Fp8LinearMethod" in only_refusal(model_of(proj=own_layer()))
 
 
-def test_experts_that_sglang_quantized_itself_are_refused():
+class Fp8MoEMethod:
+    """SGLang's, after loading BF16 experts."""
+
+    def __init__(self, *, is_serialized=False, runner="triton"):
+        self.quant_config = SimpleNamespace(is_checkpoint_fp8_serialized=is_serialized)
+        self.runner = SimpleNamespace(runner_backend=SimpleNamespace(value=runner))
+
+
+def own_experts(**options):
+    """Experts that SGLang quantized itself, each half with one scale."""
     experts = nn.Module()
-    experts.w13_weight = nn.Parameter(torch.zeros(2, 256, 128).to(FP8), requires_grad=False)
-    experts.w13_weight_scale = nn.Parameter(torch.ones(2), requires_grad=False)
-    experts.quant_method = own_layer().quant_method
-    refusal = only_refusal(model_of(experts=experts))
-    assert "Boot from an FP8 checkpoint (fp8refit quantize), without --quantization" in refusal
+    for half, shape in (("w13", (2, 256, 128)), ("w2", (2, 128, 128))):
+        setattr(experts, f"{half}_weight", nn.Parameter(torch.zeros(shape).to(FP8), requires_grad=False))
+        setattr(experts, f"{half}_weight_scale", nn.Parameter(torch.ones(2), requires_grad=False))
+    experts.quant_method = Fp8MoEMethod(**options)
+    return experts
+
+
+@pytest.mark.parametrize("rule", FLOAT_SCALES)
+def test_experts_that_sglang_quantized_itself_have_the_rule_of_its_quantizer(rule, quantizer):
+    quantizer.rule, experts = rule, own_experts()
+    kernel = SglangRules(model_of(experts=experts)).kernel_of(experts)
+    assert (kernel.name, kernel.format) == ("triton", BlockFormat(block_size=(WHOLE, WHOLE), scale_format=rule))
+    own = dict(own_tensors(experts))
+    assert own["w13_weight_scale_inv"].shape == own["w2_weight_scale_inv"].shape == (2, 1, 1)
+
+
+def test_experts_by_another_rule_or_kernel_or_by_w8a8_are_refused(quantizer):
+    """SGLang casts BF16 experts to FP8 without scales if they are asked for by `w8a8_fp8`."""
+    of_w8a8 = own_experts()
+    of_w8a8.quant_method.__class__ = type("W8A8FP8MoEMethod", (Fp8MoEMethod,), {})
+    for experts in (of_w8a8, own_experts(runner="marlin")):
+        assert FROM_FP8 in only_refusal(model_of(experts=experts))
+    quantizer.is_odd = True
+    assert FROM_FP8 in only_refusal(model_of(experts=own_experts()))
 
 
 def test_latent_attention_that_sglang_quantized_itself_is_refused(quantizer):

@@ -34,8 +34,15 @@ def _forward(method, layer, expert: int, x: torch.Tensor) -> torch.Tensor:
     block_size = next((size for size in sizes if size is not None), None)
     named = {name.removesuffix("_inv"): tensor for name, tensor in layer.named_parameters()}
     w13, w2 = (
-        dequantized(weight[expert], scale[expert], block_size or (1, weight.shape[-1])).double()
+        _dequantized(weight[expert], scale[expert], block_size)
         for weight, scale in ((named[f"{half}_weight"], named[f"{half}_weight_scale"]) for half in ("w13", "w2"))
     )
     gate, up = (x @ w13.t()).chunk(2, -1)
     return (torch.nn.functional.silu(gate) * up) @ w2.t()
+
+
+def _dequantized(weight: torch.Tensor, scale: torch.Tensor, block_size: list[int] | None) -> torch.Tensor:
+    """By scales of blocks or of rows, or by one for all."""
+    if scale.ndim == 0:
+        return weight.double() * scale.double()
+    return dequantized(weight, scale, block_size or (1, weight.shape[-1])).double()

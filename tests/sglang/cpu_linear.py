@@ -43,6 +43,7 @@ def register() -> None:
     for module in (fp8, w8a8_fp8):  # as on a GPU that multiplies FP8; then weights get one scale per row
         module.cutlass_fp8_supported = lambda *_: True
         module.per_token_group_quant_fp8 = quantize_rows
+    fp8.scaled_fp8_quant = quantize_weight
     CompressedTensorsConfig._check_scheme_supported = lambda *_, **__: True  # it asks a GPU what it can do
 
 
@@ -51,6 +52,12 @@ def quantize_rows(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     assert group_size == x.shape[1]
     scale = x.float().abs().amax(1, keepdim=True) / torch.full((len(x), 1), 448.0)
     return (x.float() * (torch.ones_like(scale) / scale)).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+def quantize_weight(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As the kernel for whole matrices."""
+    codes, scale = quantize_rows(x.reshape(1, -1), x.numel())
+    return codes.view(x.shape), scale.view(1)
 
 
 def dequantized(weight: Tensor, scale: Tensor, block_size: list[int]) -> Tensor:

@@ -13,6 +13,8 @@ CASES = [
     ("qwen3_moe", 2, "compressed-tensors, per channel"),
     ("qwen3", 1, "fp8"),
     ("qwen2_wide", 2, "w8a8_fp8"),
+    ("qwen3_moe", 1, "fp8"),
+    ("qwen3_moe", 2, "fp8"),
 ]
 
 
