@@ -80,6 +80,12 @@ def _product(x, weight):
     return x.double() @ weight.double().t()
 
 
+def _scaled_product(codes, weight, *, scale_a, scale_b, bias=None, out_dtype=None, **_):
+    """In place of torch's product of FP8 by scales of rows and columns, or of one for all."""
+    product = _product(codes.float() * scale_a, (weight.float() * scale_b).t())
+    return (product if bias is None else product + bias).to(out_dtype)
+
+
 def register(kind: str) -> None:
     """Make `kind` the kernel of every block-FP8 layer in this process."""
     # On every CPU the same kernels; with AMX vLLM packs weights, and a virtual machine may report AMX and not allow it.
@@ -88,6 +94,8 @@ def register(kind: str) -> None:
     cpu_fp8_cache.register()
     cpu_mxfp8.register(kind)
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, KERNELS[kind])
+    if torch.__version__ < "2.13":  # it takes minutes for what takes seconds by then
+        torch._scaled_mm = _scaled_product
 
     def linear_of_any_batch(x, weight, bias=None):
         product = _product(x, weight)
