@@ -24,7 +24,14 @@ RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs"
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 PLACES = {"inside": "in this process", "outside": "in another process", "server": "behind its HTTP server"}
-PRECISIONS = {Precision.BF16: "BF16", Precision.FP8: "FP8 weights", Precision.FP8_KV: "FP8 weights and KV cache"}
+PRECISIONS = {
+    Precision.BF16: "BF16",
+    Precision.FP8: "FP8 weights",
+    Precision.FP8_KV: "FP8 weights and KV cache",
+    Precision.PER_CHANNEL: "FP8 weights per row",
+    Precision.PER_TENSOR: "FP8 weights per weight",
+    Precision.MXFP8: "MXFP8 weights",
+}
 
 MUCH = 1.05
 """Runs of one case that differ by more are shown by their slowest and fastest."""

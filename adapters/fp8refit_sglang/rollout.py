@@ -22,6 +22,7 @@ class SglangRollout:
     def __init__(self, wanted: RolloutBoot) -> None:
         import sglang
 
+        wanted.refuse_online("sglang")
         self.settings: dict[str, object] = {
             "load_format": "dummy",
             "json_model_override_args": json.dumps(

@@ -54,6 +54,7 @@ def boot(wanted: RolloutBoot) -> TransformersRollout:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    wanted.refuse_online("transformers")
     if wanted.tp != 1:
         raise UnsupportedEngineError(f"transformers runs on one rank, not on {wanted.tp}; leave out --tp")
     if wanted.arguments:

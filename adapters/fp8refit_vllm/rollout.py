@@ -51,7 +51,9 @@ class VllmRollout:
             "kv_cache_dtype": "fp8" if wanted.precision is Precision.FP8_KV else "auto",
             "worker_extension_cls": f"{RolloutWorker.__module__}.{RolloutWorker.__qualname__}",
         }
-        if wanted.is_fp8:
+        if wanted.precision.online is not None:
+            self.settings["quantization"] = wanted.precision.online
+        elif wanted.is_fp8:
             self.settings["hf_overrides"] = {"quantization_config": block_fp8(wanted.model)}
         if torch.cuda.is_available():
             self.settings["gpu_memory_utilization"] = MEMORY_SHARE

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, assert_never
 
 from fp8refit.bench.engine import LiveEngine
+from fp8refit.errors import UnsupportedEngineError
 
 MEMORY_SHARE = 0.85
 """Share of a GPU for weights and KV cache, whatever the precision: smaller weights leave more cache."""
@@ -20,6 +21,27 @@ class Precision(StrEnum):
     """Block-FP8 weights, BF16 KV cache."""
     FP8_KV = "fp8+kv"
     """Block-FP8 weights, FP8 KV cache with calibrated scales."""
+    PER_CHANNEL = "fp8_per_channel"
+    """BF16 weights that the engine itself quantizes to FP8, one scale per row; as it names that."""
+    PER_TENSOR = "fp8_per_tensor"
+    """The same, one scale per weight."""
+    MXFP8 = "mxfp8"
+    """The same, one scale per 32 values."""
+
+    @property
+    def online(self) -> str | None:
+        """How the engine quantizes BF16 weights itself, in its own words; None if it does not."""
+        match self:
+            case Precision.BF16 | Precision.FP8 | Precision.FP8_KV:
+                return None
+            case Precision.PER_CHANNEL | Precision.PER_TENSOR | Precision.MXFP8:
+                return self.value
+            case _:
+                assert_never(self)
+
+
+USUAL = Precision.BF16, Precision.FP8, Precision.FP8_KV
+"""Those of every engine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +62,16 @@ class RolloutBoot:
     def is_fp8(self) -> bool:
         """Whether weights are FP8."""
         return self.precision is not Precision.BF16
+
+    def refuse_online(self, engine: str) -> None:
+        """Refuse what an engine does not quantize itself.
+
+        Raises:
+            UnsupportedEngineError: It is asked to.
+        """
+        if self.precision.online is not None:
+            usual = ", ".join(USUAL)
+            raise UnsupportedEngineError(f"{engine} is not timed with {self.precision}; use {usual}, or vllm")
 
 
 class RolloutEngine(LiveEngine, Protocol):

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from fp8refit.bench.clock import Count, Percentiles
 from fp8refit.bench.result import BenchResult
-from fp8refit.bench.rollout_engine import Precision
+from fp8refit.bench.rollout_engine import USUAL, Precision
 
 _SECRETS = frozenset({"KEY", "KEYS", "TOKEN", "SECRET", "PASSWORD"})
 """Variables with these words in their names are left out of results."""
@@ -24,7 +24,7 @@ class RolloutBenchConfig(BaseModel, frozen=True, extra="forbid"):
     model: str
     """One of `SHAPES`, or a folder with a `config.json`."""
     tp: int = Field(default=1, ge=1)
-    precisions: tuple[Precision, ...] = Field(default=tuple(Precision), min_length=1)
+    precisions: tuple[Precision, ...] = Field(default=USUAL, min_length=1)
     batch_sizes: tuple[Count, ...] = Field(default=(8, 64, 256), min_length=1)
     context_lengths: tuple[Count, ...] = Field(default=(512, 4096), min_length=1)
     """Tokens per prompt."""

@@ -116,7 +116,9 @@ def bench_rollout(
     engine: Engine,
     model: Model,
     tp: TensorParallel = 1,
-    precisions: Annotated[str, typer.Option(help="bf16, fp8 or fp8+kv, separated by commas.")] = "bf16,fp8,fp8+kv",
+    precisions: Annotated[
+        str, typer.Option(help="bf16, fp8, fp8+kv; with vLLM also fp8_per_channel, fp8_per_tensor and mxfp8.")
+    ] = "bf16,fp8,fp8+kv",
     batch_sizes: Annotated[str, typer.Option(help="Sequences at a time, separated by commas.")] = "8,64,256",
     context_lengths: Annotated[str, typer.Option(help="Tokens per prompt, separated by commas.")] = "512,4096",
     new_tokens: Annotated[str, typer.Option(help="New tokens per sequence, separated by commas.")] = "256",

@@ -17,6 +17,7 @@ from fp8refit.bench import (
     write_config,
 )
 from fp8refit.bench.engine import RefitBoot, open_bench_engine
+from fp8refit.bench.rollout_engine import USUAL
 from fp8refit.cli import app
 
 TINY = {
@@ -36,7 +37,7 @@ def result():
 
 def test_every_precision_is_timed_at_every_size(result):
     cases = [(timing.precision, *timing.case) for timing in result.timings]
-    assert cases == [(precision, batch, 8, new) for precision in Precision for batch in (1, 2) for new in (1, 3)]
+    assert cases == [(precision, batch, 8, new) for precision in USUAL for batch in (1, 2) for new in (1, 3)]
     assert all(timing.tokens_per_s.min > 0 and timing.tokens_per_s.count == 2 for timing in result.timings)
 
 
@@ -227,6 +228,13 @@ def test_bf16_and_fp8_engines_hold_one_policy(shape, is_tied, tmp_path):
     assert all(torch.equal(held["bf16"][name], tensor) for name, tensor in policy.items())
     plain = [name for name, tensor in held["fp8"].items() if tensor.dtype is torch.bfloat16]
     assert plain and all(torch.equal(held["fp8"][name], held["bf16"][name]) for name in plain)
+
+
+@pytest.mark.parametrize("precision", [each for each in Precision if each not in USUAL])
+def test_an_engine_is_not_asked_to_quantize_itself_if_it_does_not(precision):
+    config = RolloutBenchConfig(**TINY | {"precisions": (precision,)})
+    with pytest.raises(UnsupportedEngineError, match=f"not timed with {precision}; use bf16, fp8, fp8\\+kv, or vllm"):
+        run_rollout_bench(config)
 
 
 def test_an_unknown_engine_is_refused():

@@ -54,7 +54,9 @@ from vllm.model_executor.models import registry
 from zoo import run_zoo
 
 from fp8refit import Refitter
-from fp8refit.bench import RefitBenchConfig, run_refit_bench
+from fp8refit.bench import Precision, RefitBenchConfig, RolloutBenchConfig, run_refit_bench
+from fp8refit.bench.rollout import _refit
+from fp8refit.bench.rollout_engine import RolloutBoot
 from fp8refit.checkpoint import quantize_checkpoint
 from tests import cross_engine, rollout_engines, zoo_models
 from tests.tiny_models import add_small_blocks, save_model
@@ -170,7 +172,15 @@ def run_rollouts(work: str) -> dict:
         return rank["found"]
 
     options = {"dtype": "bfloat16", "num_gpu_blocks_override": 64}
-    return rollout_engines.held_by_both(Path(work) / "model", rollout.boot, observe, **options)
+    found = rollout_engines.held_by_both(Path(work) / "model", rollout.boot, observe, **options)
+    precision = Precision.PER_CHANNEL
+    wanted = {"model": Path(work) / "model", "tp": 1, "precision": precision, "max_length": 64, "max_batch": 2}
+    engine = rollout.boot(RolloutBoot(**wanted, arguments=options))
+    held = _refit(engine, RolloutBenchConfig(engine="vllm", model="tiny", context_lengths=(8,)), precision)
+    engine.generate([[101, 102, 103]], 2)
+    found["formats"] = sorted({str(slot.format) for slot in held.slots if slot.format is not None})
+    engine.close()
+    return found
 
 
 def run_cross_engine(work: str) -> dict:

@@ -72,9 +72,10 @@ def test_a_server_answers_every_client_while_it_is_refitted(in_flight, starter, 
     assert found["command"].endswith(asked)
 
 
-def test_a_bf16_engine_of_the_rollout_benchmark_holds_the_same_policy_as_others(starter, tmp_path):
+def test_engines_of_the_rollout_benchmark_hold_the_same_policy_in_the_format_that_was_asked_for(starter, tmp_path):
     environment = {"FP8REFIT_TEST_KERNEL": "fp32"}
     (found,) = run_scenario(
         starter, "rollouts", {"work": tmp_path}, tmp_path, timeout_s=110, environment=environment
     ).drivers
     assert found["loaded"] == found["fresh"] != found["booted"]
+    assert found["formats"] == ["fp32_dividing scales per row"]
