@@ -12,14 +12,21 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 FP8REFIT = (sys.executable, "-P", "-c", "from fp8refit.cli import app; app()")
 """The command line, where no script was installed."""
+
+
+_ENDING_S = 30.0
+"""How long a benchmark may take to end its engine, once it was told to."""
 
 
 def main() -> None:
@@ -30,17 +37,19 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, default=300.0, help="for each")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    failed = [each.partition("=")[0] for each in args.results if not measure(each, args.out, args.timeout_s)]
+    named = (result.partition("=") for result in args.results)
+    commands = {
+        name: split(command or json.loads((RESULTS / name).read_text())["command"]) for name, _, command in named
+    }
+    failed = [name for name, command in commands.items() if not measure(args.out / name, *command, args.timeout_s)]
     if failed:
         sys.exit(f"not measured: {', '.join(failed)}")
 
 
-def measure(result: str, out: Path, timeout_s: float) -> bool:
-    """Run one command, and keep its result."""
-    name, _, command = result.partition("=")
-    variables, arguments = split(command or json.loads((RESULTS / name).read_text())["command"])
-    start_s, log = time.monotonic(), out / f"{Path(name).stem}.log"
-    with log.open("w") as errors:
+def measure(file: Path, variables: dict[str, str], arguments: list[str], timeout_s: float) -> bool:
+    """Run one command, and keep its result if it has one."""
+    start_s = time.monotonic()
+    with file.with_suffix(".log").open("w") as errors:
         process = subprocess.Popen(
             [*FP8REFIT, *arguments, "--json"],
             env=os.environ | variables,
@@ -52,13 +61,32 @@ def measure(result: str, out: Path, timeout_s: float) -> bool:
         try:
             said, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            said, _ = process.communicate()
+            said = end(process)
             errors.write(f"ended after {timeout_s} s\n")
-    if process.returncode == 0:  # engines print to standard output too
-        (out / name).write_text(json.dumps(json.loads(said.splitlines()[-1]), indent=1) + "\n")
-    sys.stdout.write(f"{name}: exit code {process.returncode} after {time.monotonic() - start_s:.0f} s\n")
-    return process.returncode == 0
+    found = result_in(said) if process.returncode == 0 else None
+    if found is not None:
+        file.write_text(json.dumps(found, indent=1) + "\n")
+    sys.stdout.write(f"{file.name}: exit code {process.returncode} after {time.monotonic() - start_s:.0f} s\n")
+    return found is not None
+
+
+def end(process: "subprocess.Popen[str]") -> str:
+    """Let a benchmark end its engine, which may have processes of its own, and then whatever is left of it."""
+    process.terminate()
+    try:
+        return process.communicate(timeout=_ENDING_S)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0]
+
+
+def result_in(said: str) -> Any:
+    """The last line that is a result; None if there is none. Engines may print as they end."""
+    for line in reversed(said.splitlines()):
+        if line.startswith("{"):
+            with suppress(json.JSONDecodeError):
+                return json.loads(line)
+    return None
 
 
 def split(command: str) -> tuple[dict[str, str], list[str]]:

@@ -558,13 +558,13 @@ def render_synced(results: list[dict[str, Any]]) -> str:
         trainer = f"{found['trainer']} {found['versions'][found['trainer'].replace('-', '_')]}"
         ms = {way: f"{times['median']:.1f} ms, first {times['first']:.0f}" for way, times in found["sync_ms"].items()}
         cells = [trainer, f"{found['what']}{', which sleeps between' if found['sleeps'] else ''}", found["shape"]]
-        cells += [ms["drop-in"], ms["bf16"], f"{found['num_equal']} of {found['num_syncs']}"]
+        cells += [ms["drop-in"], ms["bf16"], str(found["num_syncs"])]
         rows.append(f"| {' | '.join(cells)} |\n")
     commands = "\n".join(found["command"] for found in results)
     return (
-        f"On {_machines(results)}, with CUDA graphs. Medians of whole syncs, each way in a run of its own. *Equal*: after so "
-        "many of the syncs `verify` found the trainer's weights in the engine, bit for bit.\n\n"
-        "| trainer | what runs | shape | with the drop-in | a BF16 engine, without it | equal |\n"
+        f"On {_machines(results)}, with CUDA graphs. Medians of whole syncs, until the GPU is done; a run for each way. "
+        "After each sync with the drop-in, `verify` found the trainer's weights in the engine, bit for bit.\n\n"
+        "| trainer | what runs | shape | with the drop-in | a BF16 engine, without it | syncs |\n"
         f"| --- | --- | --- | ---: | ---: | ---: |\n{''.join(rows)}\nTo measure again:\n\n```bash\n{commands}\n```\n"
     )
 
@@ -619,20 +619,27 @@ def render_traced(results: list[dict[str, Any]]) -> str:
     """First refits, whose slots are read off the engine's loader, and what they are compared with."""
     rows = "".join(
         f"| {found['what'].partition(' shape')[0].replace(', ', ' | ')} | {_card(found['gpu'])} "
-        f"| {found['live_tensors_compared']} live tensors {is_equal_word(found['equal_to_fresh_boot'])} "
-        f"| {'yes' if is_proved(found) else 'no'} |\n"
+        f"| {_compared(found)} | {'yes' if is_proved(found) else 'no'} |\n"
         for found in results
     )
     left = [num for found in results for num in found["twin"].get("left_bytes", ())]
     most = f"at most {max(left)} bytes" if max(left) else "nothing"
+    proofs_s = [seconds for found in results if is_proved(found) for seconds in found["twin"]["proof_s"]]
     return (
         f"The first refit traces the engine's own loader to see where every tensor goes. {_machines(results)}. Each engine is "
-        "compared with one booted from a checkpoint that no refit wrote: live bytes, greedy tokens and log-probabilities, with "
+        "compared with one booted from a checkpoint that no refit wrote, unless the table says otherwise: live bytes, "
+        "greedy tokens and log-probabilities, with "
         "experts sent one by one and stacked.\n\n"
         f"| engine | model | GPU | compared with a fresh boot | proved by value |\n| --- | --- | --- | --- | --- |\n{rows}\n"
-        f"Tracing twice left {most} in GPU memory. [Benchmarks](benchmarks.md#a-refit-of-a-live-engine) has the times of "
-        "first refits.\n\nTo check again: `python -m pytest tests/gpu/test_traced.py`.\n"
+        f"Tracing twice left {most} in GPU memory. A proof took {min(proofs_s):.1f} to {max(proofs_s):.1f} s.\n\n"
+        "To check again: `python -m pytest tests/gpu/test_traced.py`.\n"
     )
+
+
+def _compared(found: dict[str, Any]) -> str:
+    """What became of the comparison; a run that was cut short made none."""
+    equal = found.get("equal_to_fresh_boot")
+    return f"{found['live_tensors_compared']} live tensors {is_equal_word(equal)}" if equal else "not compared"
 
 
 def is_proved(found: dict[str, Any]) -> bool:
@@ -746,7 +753,8 @@ def render_ways(results: list[RefitBenchResult], ways: Iterable[str]) -> str:
         f"{results[0].gpu}, {', '.join(sorted(versions))}, torch {results[0].versions['torch']}; BF16 tensors on "
         f"{whose} GPU unless the row says otherwise; "
         f"{'; '.join(sizes.values())}.{''.join(map(_said_of_clients, results))} Medians of whole calls in ms. After each, "
-        f"the engine's bytes are those of a refit, unless the row names another policy, or marks its own with *.\n\n"
+        f"the engine's bytes are those of a refit, unless the row names another policy or sends none, or marks its own with *."
+        "\n\n"
         f"| | {' | '.join(heads)} |\n| --- |{' ---: |' * len(heads)}\n{''.join(rows)}\n"
         f"To measure again:\n\n```bash\n{commands}\n```\n"
     )
@@ -798,10 +806,20 @@ def _gpus_of(found: dict[str, Any]) -> str:
 
 def render_transfer(result: dict[str, Any]) -> str:
     """VLLM's weight-transfer API."""
+    same = ""
+    if equal := result.get("equal_to_refit"):
+        ways = ", ".join(way for way, is_same in equal.items() if not is_same)
+        same = (
+            f"The engine's bytes are NOT those of a refit by {ways}. "
+            if ways
+            else "The engine's bytes are those of a refit. "
+        )
+    healed = "healed it" if result["nan"]["healed"] else "did NOT heal it"
     return (
-        f"CI tests it with vLLM 0.32 on the CPU. With {result['versions']['vllm']} on two {result['gpu']}s, Qwen3-8B shape, "
-        "the engine's bytes equal those of a refit, from a module and from any other source on the engine's GPU, and by a "
-        f"broadcast from the other GPU.\n\nSource: {_link(TRANSFER.name)}. To check again: `{result['command']}`.\n"
+        f"CI tests it with vLLM 0.32 on the CPU. {result['versions']['vllm']} ran on two {result['gpu']}s, Qwen3-8B shape: "
+        f"from a module and from any other source on the engine's GPU, and by a broadcast from the other GPU. {same}NaN made the "
+        f"engine dirty, and the next update {healed}.\n\nSource: {_link(TRANSFER.name)}. To check again: "
+        f"`{result['command']}`.\n"
     )
 
 
@@ -825,8 +843,8 @@ def render_servers(servers: list[RefitBenchResult]) -> str:
         f"A server of the Qwen3-8B shape on one {servers[0].gpu}, {servers[0].config.clients} clients that ask without a "
         f"break, and a trainer on another GPU, which broadcasts FP8; {versions}. With `wait` a push lets requests finish; "
         "with `keep` they continue afterwards. Medians. *Standstill* is the time from the flush of the caches to the "
-        "resumption.\n\n"
-        "| | `in_flight` | pushes | requests | push | standstill |\n| --- | --- | ---: | ---: | ---: | ---: |\n"
+        "resumption. Requests are all of the benchmark's, in which three refits by mapped memory follow each push.\n\n"
+        "| | `in_flight` | pushes | requests meanwhile | push | standstill |\n| --- | --- | ---: | ---: | ---: | ---: |\n"
         f"{''.join(rows)}\nTo measure again:\n\n```bash\n{commands}\n```\n"
     )
 

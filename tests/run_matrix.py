@@ -37,6 +37,7 @@ PARTS = {
         "refit": ["tests/sglang/test_refit_stubbed_kernels.py"],
         "drop-in": ["tests/sglang/test_drop_in_stubbed_kernels.py"],
         "update in the worker": ["tests/sglang/test_updates_stubbed_kernels.py"],
+        "other formats": ["tests/sglang/test_containers_stubbed_kernels.py"],
     },
 }
 """Tests of each part of the table, by engine."""

@@ -231,12 +231,28 @@ def test_what_a_sync_took_is_rendered_beside_that_of_a_bf16_engine():
         "command": "python -m it",
         "sync_ms": {"drop-in": {"first": 900.0, "median": 12.34}, "bf16": {"first": 30.0, "median": 20.0}},
         "num_syncs": 10,
-        "num_equal": 9,
     }
     said = RENDERER.render_synced([found])
     times = "12.3 ms, first 900 | 20.0 ms, first 30"
-    assert f"| ms-swift 4.6.0 | its mixin, which sleeps between | a shape | {times} | 9 of 10 |" in said
+    assert f"| ms-swift 4.6.0 | its mixin, which sleeps between | a shape | {times} | 10 |" in said
     assert "None has run on a GPU yet" in RENDERER.render_synced([])
+
+
+def test_a_first_refit_that_nothing_was_compared_with_says_so():
+    """A run that is cut short keeps what it has."""
+    found = read("traced_vllm_qwen3-8b_h200.json")
+    assert "579 live tensors equal" in RENDERER.render_traced([found])
+    del found["equal_to_fresh_boot"], found["live_tensors_compared"]
+    assert "| not compared | yes |" in RENDERER.render_traced([found])
+
+
+def test_weight_transfer_says_which_way_left_other_bytes():
+    found = read("weight_transfer_h200.json")
+    assert "those of a refit" not in RENDERER.render_transfer(found)
+    found["equal_to_refit"] = {"module": True, "stream": True}
+    assert "bytes are those of a refit." in RENDERER.render_transfer(found)
+    found["equal_to_refit"]["stream"] = False
+    assert "NOT those of a refit by stream" in RENDERER.render_transfer(found)
 
 
 def test_what_an_oracle_found_is_rendered_and_its_wrong_answers_are_added_up():

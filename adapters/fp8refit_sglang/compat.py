@@ -367,7 +367,7 @@ def own_rows(device: torch.device) -> BlockFormat | None:
 
 @cache
 def own_weights(device: torch.device) -> BlockFormat | None:
-    """How it makes the scale of a whole matrix, such as an expert's: asked in the same way, row by row."""
+    """How SGLang's quantizer makes the scale of a whole matrix, such as half an expert: it is asked of one row at a time."""
     from sglang.srt.layers.quantization import fp8
 
     probe = probe_of_rows().to(device)

@@ -52,8 +52,8 @@ class SglangRules:
     """
 
     no_block_fp8 = (
-        "Boot from an FP8 checkpoint with scales per block or row (fp8refit quantize), for which no flag is needed, or with "
-        'quantization="fp8" (a server: --quantization fp8), in SGLang 0.5.17 and later'
+        "Boot from an FP8 checkpoint with scales per block or row (fp8refit quantize), for which no flag is needed, or a "
+        'model without latent attention with quantization="fp8" (a server: --quantization fp8), in SGLang 0.5.17 and later'
     )
     other_quantization = no_block_fp8
     absorbed = ABSORBED

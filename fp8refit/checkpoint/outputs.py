@@ -220,8 +220,10 @@ def quantization_of(outputs: list[Output]) -> dict[str, object]:
     """
     formats = {(each.format.codes, each.format.block_size): each.format for each in outputs if each.format is not None}
     if len(formats) > 1:
-        sizes = sorted(block_size for _, block_size in formats)
-        raise CheckpointError(f"this engine has several block sizes, but a checkpoint can have only one: {sizes}")
+        held = " and ".join(sorted(map(str, formats.values())))
+        raise CheckpointError(
+            f"this engine has {held}, but a checkpoint can have only one kind; boot it from BF16 weights, and refit it"
+        )
     kept = ["lm_head"] + [
         output.name.removesuffix(".weight")
         for output in outputs

@@ -397,4 +397,5 @@ def test_latent_attention_that_sglang_quantized_itself_is_refused(quantizer):
 
 
 def test_a_model_without_block_fp8_is_refused():
-    assert "fp8refit quantize" in only_refusal(model_of(proj=nn.Linear(128, 128)))
+    refusal = only_refusal(model_of(proj=nn.Linear(128, 128)))
+    assert "fp8refit quantize" in refusal and 'a model without latent attention with quantization="fp8"' in refusal

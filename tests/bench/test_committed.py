@@ -55,6 +55,12 @@ def test_no_request_of_a_server_fails(name):
     assert clients is not None and clients.requests >= 32 and clients.failed == 0
 
 
+@pytest.mark.parametrize("file", sorted(RENDERER.RESULTS.glob(RENDERER.TRACED)), ids=lambda file: file.stem)
+def test_a_proof_of_a_trace_takes_no_more_than_a_second_and_tracing_leaves_no_memory(file):
+    twin = RENDERER.read(file)["twin"]
+    assert max(twin.get("proof_s", [0.0])) <= 1.0 and max(twin.get("left_bytes", [0])) <= 0
+
+
 def test_host_work_is_a_microsecond_a_tensor():
     assert REFITS["experts"].host_ms.median <= 10 + 1e-3 * REFITS["experts"].num_tensors
 

@@ -30,6 +30,20 @@ def test_what_fails_or_takes_too_long_is_named_and_leaves_no_result(tmp_path, mo
     assert "ended after" in (tmp_path / "slow.log").read_text()
 
 
+def test_what_an_engine_prints_as_it_ends_is_no_result():
+    assert MEASURE.result_in('booting\n{"a": 1}\nbye\n{not it}\n') == {"a": 1}
+    assert MEASURE.result_in("") is MEASURE.result_in("bye\n") is None
+
+
+def test_a_command_that_it_does_not_take_is_said_before_the_first_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        sys, "argv", ["measure", "--out", str(tmp_path), f"small.json={SMALL}", "other.json=nox -s demo"]
+    )
+    with pytest.raises(ValueError, match="no command of fp8refit"):
+        MEASURE.main()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_every_committed_refit_of_the_pages_has_a_command_that_it_takes():
     for name in load_renderer("render_pages").REFITS.values():
         variables, arguments = MEASURE.split(json.loads((MEASURE.RESULTS / name).read_text())["command"])

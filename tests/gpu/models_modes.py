@@ -82,7 +82,7 @@ def run_traced(args) -> dict:
     """From noise through policy 2 to policy 1, tensor by tensor as a checkpoint holds them; then from stacked experts."""
     engine = boot_noise(args)
     places = engine.ask("places")
-    result: dict = {"compile_s": engine.ask("compile")[0]}
+    result: dict = {}
     stacked = policies.allocate(args.shape)
     single = policies.expert_by_expert(stacked)
     refitter = Refitter(engine.candidate)

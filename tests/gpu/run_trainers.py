@@ -14,12 +14,13 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +55,8 @@ def main() -> None:
     parser.add_argument("--sleeps", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    if args.steps <= NUM_WARM_UP:
+        parser.error(f"--steps {args.steps}: the first {NUM_WARM_UP} are not counted; ask for more")
     with tempfile.TemporaryDirectory(prefix="fp8refit-synced-") as folder:
         found = {way: run_way(way, Path(folder), args) for way in WAYS}
     synced = found["drop-in"]["steps"]
@@ -69,7 +72,6 @@ def main() -> None:
         "versions": versions_of(PACKAGES[args.trainer], "vllm", "transformers"),
         "sync_ms": {way: summary(each["steps"]) for way, each in found.items()},
         "num_syncs": len(synced),
-        "num_equal": sum(step["equal"] for step in synced),
     }
     write_result(Findings(**stamp(), **result), args.out)
 
@@ -90,7 +92,14 @@ def run_way(way: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     ]
     command[-1] += f"{str(folder)!r}, {str(out)!r}, num_steps={args.steps}, sleeps={args.sleeps})"
     environment = {name: value for name, value in os.environ.items() if name not in WAYS["drop-in"]}
-    subprocess.run(command, env=environment | WAYS[way], check=True, timeout=TIMEOUT_S)
+    process = subprocess.Popen(command, env=environment | WAYS[way], start_new_session=True)
+    try:
+        code = process.wait(TIMEOUT_S)
+    finally:  # an engine's processes too
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    if code:
+        sys.exit(f"{args.trainer}, {way}: ended with {code}")
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 
@@ -100,7 +109,12 @@ def train(trainer: str, shape: str, folder: str, out: str, *, num_steps: int, sl
     steps: list[dict[str, Any]] = []
 
     def note(sync: Callable[[], object], llm: Any, policy: Callable[[], Mapping[str, Tensor]]) -> None:
-        steps.append({"sync_s": time_call(sync, DEVICE)[0]})
+        def synced() -> None:
+            sync()
+            if DEVICE.type == "cuda":
+                torch.cuda.synchronize(DEVICE)
+
+        steps.append({"sync_s": time_call(synced, DEVICE)[0]})
         if "FP8REFIT_DROP_IN" in os.environ:
             steps[-1] |= look(llm, policy())
 

@@ -59,5 +59,6 @@ def test_write_the_result(found):
         "gpu": found["gpu"],
         "versions": found["versions"],
         "nan": found["nan"],
+        "equal_to_refit": {way: found["fingerprints"][way] == found["fingerprints"]["refit"] for way in WAYS},
     }
     write_result("weight_transfer", result)

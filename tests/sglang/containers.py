@@ -28,10 +28,12 @@ def run_container(family: str, num_ranks: int, container: str, work: Path) -> di
             yield Subject(engine)
 
     if container not in CONFIGS:  # the engine quantizes the checkpoint itself
-        with subject_of(bf16_of(family, 2, work), quantization=container) as subject:
+        quantization, _, layout = container.partition(", ")
+        options = {"quantization": quantization} | ({"ep_size": num_ranks} if layout == "expert parallel" else {})
+        with subject_of(bf16_of(family, 2, work), **options) as subject:
             own = {"own": subject.state()}
         os.environ["FP8REFIT_DROP_IN"] = "1"
-        other = subject_of(bf16_of(family, 2, work), quantization=container)
+        other = subject_of(bf16_of(family, 2, work), **options)
         # No checkpoint has what several ranks hold of a row, each with its own scale, or rows beside experts with one scale.
         fresh = subject_of if num_ranks == 1 and family != "qwen3_moe" else None
         return try_container(other, fresh, family, work, {"SGLang's own update": push}) | own

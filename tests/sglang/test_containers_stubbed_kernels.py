@@ -15,6 +15,7 @@ CASES = [
     ("qwen2_wide", 2, "w8a8_fp8"),
     ("qwen3_moe", 1, "fp8"),
     ("qwen3_moe", 2, "fp8"),
+    ("qwen3_moe", 2, "fp8, expert parallel"),
 ]
 
 
