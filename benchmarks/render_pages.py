@@ -816,8 +816,8 @@ def render_transfer(result: dict[str, Any]) -> str:
         )
     healed = "healed it" if result["nan"]["healed"] else "did NOT heal it"
     return (
-        f"CI tests it with vLLM 0.32 on the CPU. {result['versions']['vllm']} ran on two {result['gpu']}s, Qwen3-8B shape: "
-        f"from a module and from any other source on the engine's GPU, and by a broadcast from the other GPU. {same}NaN made the "
+        f"CI tests it with vLLM 0.32 on the CPU. {result['versions']['vllm']} ran on two {result['gpu']}s, Qwen3-8B: from a "
+        f"module and from any other source on the engine's GPU, and by a broadcast from the other one. {same}NaN made the "
         f"engine dirty, and the next update {healed}.\n\nSource: {_link(TRANSFER.name)}. To check again: "
         f"`{result['command']}`.\n"
     )

@@ -94,8 +94,7 @@ def register(kind: str) -> None:
     cpu_fp8_cache.register()
     cpu_mxfp8.register(kind)
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, KERNELS[kind])
-    if torch.__version__ < "2.13":  # it takes minutes for what takes seconds by then
-        torch._scaled_mm = _scaled_product
+    torch._scaled_mm = _scaled_product  # which takes a CPU minutes, in most versions of torch
 
     def linear_of_any_batch(x, weight, bias=None):
         product = _product(x, weight)
