@@ -35,6 +35,16 @@ EXPERTS = "experts_*_h200.json"
 TRACED = "traced_*.json"
 MISMATCH = "precision_mismatch_*_h200.json"
 STEP = RESULTS / "precision_step_h200.json"
+WORTH = {
+    "": "block of 128 x 128",
+    "_fp8_per_channel": "row",
+    "_fp8_per_tensor": "weight",
+    "_mxfp8": "32 values of a row (MXFP8)",
+    "_bf16": "none: BF16",
+}
+"""Formats that are held against BF16 on one GPU, by what their results are called."""
+WORTH_CASES = ((16, 512, 512), (64, 512, 512), (256, 512, 512))
+"""Sequences, prompt tokens and new tokens of rollouts."""
 ORACLE = "oracle_*.json"
 TRANSFER = RESULTS / "weight_transfer_h200.json"
 REFITS = {
@@ -88,7 +98,7 @@ def render() -> dict[str, dict[str, str]]:
     kv = [read(RESULTS / name.format(shape=shape)) for shape in KV_SHAPES for name in KV.values()]
     traced, mismatches, step = _read_all(TRACED), _read_all(MISMATCH), read(STEP)
     experts, oracle, synced = map(_read_all, (EXPERTS, ORACLE, SYNCED))
-    refits = read_refits()
+    refits, worth = read_refits(), read_worth()
     trainers = json.loads(TRAINERS.read_text())["rows"]
     return {
         "README.md": {"highlights": render_highlights(read_highlights(), single, sglang)},
@@ -100,6 +110,7 @@ def render() -> dict[str, dict[str, str]]:
             + render_ages([*experts, _as_read(refits, "experts")]),
             "traced": render_traced(traced) + render_ages(traced),
         },
+        "docs/formats.md": {"worth": render_worth(*worth) + render_ages(worth[0].values())},
         "docs/precision.md": {"precision": render_precision(mismatches, step) + render_ages([*mismatches, step])},
         "docs/kv-cache.md": {"kv": render_kv() + render_ages(kv)},
         "docs/engines.md": {
@@ -680,6 +691,45 @@ def render_precision(mismatches: list[dict[str, Any]], step: dict[str, Any]) -> 
         f"({step['speedup']['fp32']:.2f} x as fast), {milliseconds['ue8m0']:.0f} ms with UE8M0 "
         f"({step['speedup']['ue8m0']:.2f} x). {_seeing(step)} "
         f"{step.get('note', '')}\n\nTo measure again: `python -m pytest tests/gpu/test_precision.py`.\n"
+    )
+
+
+def read_worth() -> tuple[dict[str, dict[str, Any]], dict[str, tuple[float, ...]]]:
+    """Of each format of `WORTH` that was measured: its mismatch, and its rate of rollouts over that of BF16."""
+    files = {name: RESULTS / f"precision_mismatch_qwen3-8b{name}_h200.json" for name in WORTH}
+    rates: dict[tuple[str, tuple[int, ...]], float] = {}
+    for file in ("bench_rollout_vllm_qwen3-8b_h200.json", "bench_rollout_vllm_qwen3-8b_formats_h200.json"):
+        for timing in read(RESULTS / file)["timings"] if (RESULTS / file).exists() else ():
+            case = timing["batch_size"], timing["context_length"], timing["num_new_tokens"]
+            name = "" if timing["precision"] == "fp8" else f"_{timing['precision']}"
+            rates[name, case] = timing["against_bf16"]
+    gains = {
+        name: tuple(rates[name, case] for case in WORTH_CASES) for name in WORTH if (name, WORTH_CASES[0]) in rates
+    }
+    return {name: read(file) for name, file in files.items() if file.exists()}, gains
+
+
+def render_worth(mismatches: dict[str, dict[str, Any]], gains: dict[str, tuple[float, ...]]) -> str:
+    """Formats beside BF16: mismatch and speed."""
+    rows = []
+    for name, what in WORTH.items():
+        if name not in mismatches and name not in gains:
+            continue
+        found = mismatches.get(name, {})
+        cells = [what, ", ".join(found.get("formats", ()))]
+        for weights in ("ordinary", "outliers"):
+            plain = found.get(weights, {}).get("plain")
+            cells += [f"{plain['k3']:.3f}", f"{plain['token_mult_prob_error']:.2f}"] if plain else ["", ""]
+        cells.append(", ".join(f"{gain:.2f} x" for gain in gains.get(name, ())))
+        rows.append(f"| {' | '.join(cells)} |\n")
+    cases = ", ".join(str(batch) for batch, _, _ in WORTH_CASES)
+    return (
+        "Qwen3-8B shape in vLLM on one NVIDIA H200, random weights. k3 and the multiplicative error of a token's probability "
+        "(1 is none) are those of a BF16 trainer with what the engine sampled by the named kernel; the row of BF16 is what kernels "
+        f"alone do. Rollouts, by vLLM's own choice of kernel: new tokens a second over those of BF16, with {cases} sequences of "
+        "512 and 512 tokens.\n\n"
+        "| one scale per | kernel | k3 | token error | k3, outlier channels | token error | rollouts |\n"
+        f"| --- | --- | ---: | ---: | ---: | ---: | --- |\n{''.join(rows)}"
     )
 
 

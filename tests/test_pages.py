@@ -255,6 +255,16 @@ def test_weight_transfer_says_which_way_left_other_bytes():
     assert "NOT those of a refit by stream" in RENDERER.render_transfer(found)
 
 
+def test_formats_are_held_against_bf16_by_what_was_measured_of_each():
+    mismatches, gains = RENDERER.read_worth()
+    assert gains["_bf16"] == (1.0, 1.0, 1.0) and len(gains[""]) == 3
+    said = RENDERER.render_worth({"_mxfp8": mismatches[""] | {"formats": ["a kernel"]}}, {"": (1.28, 1.2, 1.1)})
+    k3, error = (mismatches[""]["ordinary"]["plain"][key] for key in ("k3", "token_mult_prob_error"))
+    assert f"| 32 values of a row (MXFP8) | a kernel | {k3:.3f} | {error:.2f} |" in said
+    assert "| block of 128 x 128 |  |  |  |  |  | 1.28 x, 1.20 x, 1.10 x |" in said
+    assert "| row |" not in said
+
+
 def test_what_an_oracle_found_is_rendered_and_its_wrong_answers_are_added_up():
     found = {
         "gpu": "a GPU",

@@ -15,7 +15,7 @@ from live_engines import SMALL, Vllm
 from scripts import wait_for_turn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from fp8refit import Refitter
+from fp8refit import PrecisionError, Refitter
 from fp8refit.bench.clock import device_seconds
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.training import correction, precision
@@ -71,7 +71,7 @@ def run_mismatch(options) -> dict:
         folder,
         is_inside=True,
         load_format="dummy",
-        quantization=None if options.bf16 else "fp8_per_block",
+        quantization=None if options.bf16 else options.online,
         enable_prefix_caching=False,
         enforce_eager=True,
         **SMALL | {"max_model_len": 512, "kv_cache_memory_bytes": 2 << 30},
@@ -87,7 +87,7 @@ def run_mismatch(options) -> dict:
 
 
 def mismatch_of(llm, refitter: Refitter | None, model: torch.nn.Module, weights: str) -> dict:
-    """Of a BF16 trainer, then of the same in the engine's precision, with what the engine sampled from the first's weights.
+    """Of a BF16 trainer with what the engine sampled from its weights, then of the same in the engine's precision, if it has that.
 
     An engine without FP8, which no refitter takes, loads weights by itself.
     """
@@ -112,7 +112,10 @@ def mismatch_of(llm, refitter: Refitter | None, model: torch.nn.Module, weights:
     found = {"plain": vars_of(correction.mismatch(logprobs_of(model, rows), said, mask))}
     if refitter is None:
         return found  # what kernels alone do, without FP8
-    unified = precision.unify(model, like=refitter.layout())
+    try:
+        unified = precision.unify(model, like=refitter.layout())
+    except PrecisionError as error:
+        return found | {"not_unified": str(error)}
     report = refitter.refit(unified.served())
     found["unified"] = vars_of(correction.mismatch(logprobs_of(model, rows), said, mask))
     if policies.DEVICE == "cuda":
@@ -245,6 +248,7 @@ def profile(model: torch.nn.Module, ids: torch.Tensor) -> list[list]:
 
 
 OPTIONS = {
+    "online": {"default": "fp8_per_block", "help": "how the engine quantizes BF16 weights"},
     "bf16": FLAG | {"help": "an engine without FP8: the least mismatch there can be"},
     "layers": WHOLE | {"default": 8},
     "batch": WHOLE | {"default": 4, "help": "sequences that the tokens are cut into"},
