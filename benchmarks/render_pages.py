@@ -725,9 +725,9 @@ def render_worth(mismatches: dict[str, dict[str, Any]], gains: dict[str, tuple[f
     cases = ", ".join(str(batch) for batch, _, _ in WORTH_CASES)
     return (
         "Qwen3-8B shape in vLLM on one NVIDIA H200, random weights. k3 and the multiplicative error of a token's probability "
-        "(1 is none) are those of a BF16 trainer with what the engine sampled by the named kernel; the row of BF16 is what kernels "
-        f"alone do. Rollouts, by vLLM's own choice of kernel: new tokens a second over those of BF16, with {cases} sequences of "
-        "512 and 512 tokens.\n\n"
+        "(1 is none) are those of a BF16 trainer with what the engine sampled by the named kernel; the row of BF16 is "
+        "what kernels alone do. Rollouts, by vLLM's own choice of kernel: new tokens a second over those of BF16, with "
+        f"{cases} sequences of 512 and 512 tokens.\n\n"
         "| one scale per | kernel | k3 | token error | k3, outlier channels | token error | rollouts |\n"
         f"| --- | --- | ---: | ---: | ---: | ---: | --- |\n{''.join(rows)}"
     )

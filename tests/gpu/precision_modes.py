@@ -87,7 +87,7 @@ def run_mismatch(options) -> dict:
 
 
 def mismatch_of(llm, refitter: Refitter | None, model: torch.nn.Module, weights: str) -> dict:
-    """Of a BF16 trainer with what the engine sampled from its weights, then of the same in the engine's precision, if it has that.
+    """Of a BF16 trainer with what the engine sampled from its weights, then of the same in its precision, if possible.
 
     An engine without FP8, which no refitter takes, loads weights by itself.
     """
