@@ -132,6 +132,12 @@ def outputs_like(layout: EngineLayout, metadata: Mapping[str, TensorMeta]) -> li
     slots = {slot.name: slot for slot in layout.slots}
     if any(slot.scale_format is not None and slot.scale_format.has_exponents for slot in layout.slots):
         raise CheckpointError(f"no checkpoint is written for MXFP8, which {layout.engine} makes of BF16 itself at boot")
+    if cut := [slot.name for slot in layout.slots if _is_cut(slot)]:
+        others = f" and {len(cut) - 1} others" if len(cut) > 1 else ""
+        raise CheckpointError(
+            f"each rank of this engine has a scale of its own for its part of {cut[0]}{others}, where a checkpoint has one for "
+            f"all; {_BOOT_BF16}"
+        )
     problems = [
         f"{slot.name}: slots of this engine need it in different formats"
         for slot in layout.slots
@@ -151,6 +157,12 @@ def outputs_like(layout: EngineLayout, metadata: Mapping[str, TensorMeta]) -> li
     if problems:
         raise CheckpointError(f"this checkpoint does not fit the layout of {layout.engine}:", problems)
     return outputs
+
+
+def _is_cut(slot: SlotLayout) -> bool:
+    """Whether a row, or the weight, has a scale for each rank's part of it."""
+    held, start, shape, full = slot.format, slot.offset, slot.shape, slot.full_shape
+    return held is not None and (held.has_rows or held.is_shared) and not held.holds_whole_blocks(start, shape, full)
 
 
 def _judge(

@@ -470,6 +470,17 @@ def test_blocks_of_two_sizes_are_refused(tmp_path, dst):
     )
 
 
+def test_parts_of_rows_that_each_have_a_scale_are_refused(tmp_path, dst):
+    """As SGLang's own FP8 has them on several ranks. A checkpoint has one scale per row."""
+    layout = fake_layout()
+    columns = next(slot.shape[1] for slot in layout.slots if slot.name == Q_PROJ)
+    of_rows = {"block_size": (1, WHOLE), "full_shape": (128, 2 * columns)}
+    slots = tuple(slot.model_copy(update=of_rows) if slot.name == Q_PROJ else slot for slot in layout.slots)
+    src = write_checkpoint(tmp_path / "src", make_weights(extra=False))
+    why = f"each rank of this engine has a scale of its own for its part of {Q_PROJ}, where .* boot the engine from the BF16"
+    refuse(tmp_path, CheckpointError, why, src, dst, like=layout.model_copy(update={"slots": slots}))
+
+
 STACK = f"{LAYER}.moe.input.weight"
 EXPERTS = f"{LAYER}.moe.experts.gate_up_proj"
 
