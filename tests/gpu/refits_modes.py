@@ -8,7 +8,7 @@
     external      vLLM: one rank of an external launcher (RANK in the environment)
     served        vLLM: `AsyncLLM` under load, requests kept
 
-`--online fp8_per_tensor`, or another name: vLLM quantizes by itself, in the fresh engine too. `--inside`: vLLM is in this
+`--online fp8_per_tensor`, or another name: the engine quantizes by itself, the fresh one too. `--inside`: vLLM is in this
 process, compiled by torch.compile, and what its rank holds is held against the specification.
 """
 
@@ -54,7 +54,8 @@ def boot_noise(args, **options: Any) -> Engine:
     folder = args.work / f"dummy-{os.environ.get('RANK', 0)}-{args.tp}"
     policies.write_config(args.shape, folder)
     if args.online:
-        options |= {"quantization": args.online, "hf_overrides": {}}
+        config = {"json_model_override_args": "{}"} if args.engine == "sglang" else {"hf_overrides": {}}
+        options |= {"quantization": args.online} | config
     return boot(args, folder, is_noise=True, **options)
 
 
@@ -431,7 +432,7 @@ async def serve(args) -> dict:
 OPTIONS = {
     "engine": {"choices": ["vllm", "sglang"], "default": "vllm"},
     "inside": FLAG,
-    "online": {"choices": ["fp8_per_block", "fp8_per_channel", "fp8_per_tensor", "mxfp8"]},
+    "online": {"choices": ["fp8", "fp8_per_block", "fp8_per_channel", "fp8_per_tensor", "mxfp8", "w8a8_fp8"]},
     "tp": WHOLE,
     "refits": WHOLE | {"default": 50},
 }

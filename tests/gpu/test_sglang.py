@@ -2,6 +2,7 @@
 
     python -m pytest tests/gpu/test_sglang.py                   # the Qwen3-8B shape: refitted, and booted afresh
     FP8REFIT_SGLANG=sleep,families python -m pytest ...         # some of: refit, fresh, sleep, families
+    FP8REFIT_ONLINE=fp8 python -m pytest ...                    # SGLang quantizes by itself, in the fresh engine too
 
 Every engine is in a process of its own (`refits_modes.py`), and its scheduler in another. What is not asked for is taken from
 the working folder, if it was found there before.
@@ -32,7 +33,11 @@ SMALL_SHAPE = "qwen3-0.6b"
 WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit")) / "sglang"
 TIMEOUT_S = float(os.environ.get("FP8REFIT_TIMEOUT_S", "300"))
 ASKED = os.environ.get("FP8REFIT_SGLANG", "refit,fresh").split(",")
-COMMAND = f"FP8REFIT_SGLANG={','.join(ASKED)} python -m pytest {shlex.join(sys.argv[1:])}"
+ONLINE = os.environ.get("FP8REFIT_ONLINE", "")
+SET = {"FP8REFIT_ONLINE": ONLINE, "FP8REFIT_SGLANG": ",".join(ASKED)}
+COMMAND = " ".join(
+    [*(f"{name}={value}" for name, value in SET.items() if value), "python -m pytest", shlex.join(sys.argv[1:])]
+)
 MIB = 1 << 20
 NUM_WARM_UP = 6
 
@@ -40,6 +45,7 @@ NUM_WARM_UP = 6
 def run(mode, shape):
     """Run one engine and give what it found."""
     arguments = [mode, "--engine", "sglang", "--shape", shape, "--work", WORK / shape]
+    arguments += ["--online", ONLINE] if ONLINE else []
     return run_scenario("refits", arguments, out=WORK / f"{mode}.json", log=f"sglang-{mode}", timeout_s=TIMEOUT_S)
 
 
@@ -133,7 +139,7 @@ def test_write_the_result(refitted, fresh):
         "first_refit_ms": refitted["first_refit"]["wall_s"] * 1e3,
         "bad_input": refitted["bad_input"],
     }
-    write_result(f"sglang_{SHAPE}", result)
+    write_result(f"sglang_{f'{ONLINE}_' if ONLINE else ''}{SHAPE}", result)
 
 
 def describe_steps(refitted):
