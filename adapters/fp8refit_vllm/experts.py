@@ -16,6 +16,9 @@ MARLIN = "MARLIN"
 _OF_MXFP8 = frozenset({MARLIN, "TRITON_MXFP8", "EMULATION"})
 """Those that read MXFP8, in tiles or in rows."""
 
+NOT_MXFP8 = 'Boot with quantization="fp8_per_block"'
+"""What to do if an MXFP8 layer is held in a way that is not known."""
+
 _LEAST_FLASHINFER_SCALE = 1e-10
 
 
@@ -31,7 +34,7 @@ def kernel_of_experts(module: nn.Module) -> Kernel:
     is_known = backend in (_OF_MXFP8 if _is_mxfp8(module) else EXPERTS_BACKENDS)
     if is_known and not _multiplies_scales(module):
         held = block_format(module, has_powers_of_two=backend in _DEEP_GEMM and _rounds_scales())
-    remedy = 'Boot with quantization="fp8_per_block"' if _is_mxfp8(module) else 'Boot with moe_backend="triton"'
+    remedy = NOT_MXFP8 if _is_mxfp8(module) else 'Boot with moe_backend="triton"'
     return Kernel(name=backend, format=held, remedy=remedy)
 
 

@@ -14,6 +14,7 @@ from fp8refit_vllm.activations import ACTIVATION_SCALES
 from fp8refit_vllm.compat import block_format, dequantized, linear_kernel, wants_powers_of_two
 from fp8refit_vllm.experts import (
     MARLIN,
+    NOT_MXFP8,
     experts_backend,
     kernel_of_experts,
     scales_of_experts,
@@ -97,9 +98,8 @@ class VllmRules:
         name, held = type(kernel).__name__, None
         if name in ROW_MAJOR_KERNELS or name in TILED_KERNELS or getattr(kernel, ROW_MAJOR_MARK, False) is True:
             held = block_format(module, has_powers_of_two=wants_powers_of_two(kernel))
-        remedy = f"Add {name} to VLLM_DISABLED_KERNELS, or choose another with --linear-backend"
-        if "Mxfp8" in name:
-            remedy = 'Boot with quantization="fp8_per_block"'
+        another = f"Add {name} to VLLM_DISABLED_KERNELS, or choose another with --linear-backend"
+        remedy = NOT_MXFP8 if "Mxfp8" in name else another
         return Kernel(name=name, format=held, remedy=remedy)
 
     def swaps_halves(self, module: nn.Module) -> bool:
