@@ -8,10 +8,6 @@ def median(rows: Sequence[Mapping], key: str) -> float:
     return statistics.median(row[key] for row in rows)
 
 
-def phases_ms(rows: Sequence[Mapping]) -> dict[str, float]:
-    return {phase: 1e3 * median([row["phases_s"] for row in rows], phase) for phase in rows[0]["phases_s"]}
-
-
 def over_roofline(rows: Sequence[Mapping], copy_gb_per_s: float) -> float:
     """The fill's time on the device over that of copying as many bytes."""
     return median(rows, "fill_device_s") * copy_gb_per_s * 1e9 / rows[0]["num_bytes"]

@@ -1,12 +1,11 @@
 """Looks at one rank's live model from inside its process, without fp8refit. Counts CUDA graphs from the import on.
 
-`state` is a model's `state_dict()`: every parameter and persistent buffer, by the engine's own name. If asked, it also has the
-rank compile fp8refit's kernels, or tells what fp8refit makes of the model.
+`state` is a model's `state_dict()`: every parameter and persistent buffer, by the engine's own name. If asked, it also
+tells what fp8refit makes of the model.
 """
 
 import hashlib
 import os
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,7 +36,6 @@ def look(what: str, state: dict[str, Tensor]) -> Any:
         "places": lambda: {name: tensor.data_ptr() for name, tensor in state.items()},
         "replays": lambda: _replays[0],
         "memory": memory,
-        "compile": compile_kernels,
     }
     return looks[what]()
 
@@ -62,29 +60,6 @@ def checksum(state: dict[str, Tensor]) -> int:
 def memory() -> dict[str, int]:
     """Bytes that are free on this GPU, and how many files are open."""
     return {"free": free_bytes(), "num_files": len(os.listdir("/proc/self/fd"))}
-
-
-def compile_kernels() -> float:
-    """Compile what every refit launches, so that the first one shows what it takes by itself. Returns seconds.
-
-    In the process that refits: an engine's may have a cache of Triton's of its own.
-    """
-    if not torch.cuda.is_available():
-        return 0.0
-    from fp8refit.kernels.triton_table import TritonTable
-    from fp8refit.kernels.work import Task
-    from fp8refit.live.formats import BlockFormat
-    from fp8refit.live.slots import FP8_DTYPE, Op
-
-    device = torch.device("cuda", torch.cuda.current_device())
-    source = torch.zeros(256, 256, dtype=torch.bfloat16, device=device)
-    codes, scale = torch.zeros_like(source, dtype=FP8_DTYPE), torch.zeros(2, 2, device=device)
-    quantize = Task(op=Op.QUANTIZE, source=source, offset=(0, 0), target=codes, scale=scale, format=BlockFormat())
-    copy = Task(op=Op.COPY, source=source, offset=(0, 0), target=torch.zeros_like(source))
-    start_s = time.perf_counter()
-    TritonTable([quantize, copy], device).launch(check=True)
-    torch.cuda.synchronize()
-    return time.perf_counter() - start_s
 
 
 class Observer:

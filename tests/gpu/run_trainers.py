@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from fp8refit.bench.clock import time_call
-from fp8refit.bench.policies import fill
 from fp8refit.bench.shapes import SHAPES, write_config
+from tests.gpu import policies
 
 WAYS = {
     "drop-in": {"FP8REFIT_DROP_IN": "1", "FP8REFIT_QUANTIZATION": "fp8_per_block"},
@@ -262,21 +262,11 @@ def sync_policies(
     shape: str, llm: Any, send: Callable[[Mapping[str, Tensor]], None], note: Note, num_steps: int
 ) -> None:
     """Another policy each time, with answers between them."""
-    policy = dict(named_tensors(shape))
+    policy = policies.allocate(shape)
     for step in range(num_steps):
-        fill(policy, 1 + step % 2)
+        policies.fill_policy(policy, 1 + step % 2)
         note(lambda: send(policy), llm, lambda: policy)
         say(llm)
-
-
-def named_tensors(shape: str) -> Iterator[tuple[str, Tensor]]:
-    """What a trainer of the shape has, on the GPU."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[shape]), dtype=torch.bfloat16)
-    for name, parameter in model.named_parameters():
-        yield name, torch.empty_like(parameter, device=DEVICE).detach()
 
 
 def say(llm: Any) -> None:
