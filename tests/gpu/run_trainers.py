@@ -21,6 +21,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,7 +62,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="fp8refit-synced-") as folder:
         found = {way: run_way(way, Path(folder), args) for way in WAYS}
     synced = found["drop-in"]["steps"]
-    if not all(step["equal"] and step["version"] == 1 + place for place, step in enumerate(synced)):
+    is_right = all(step["equal"] and step["version"] == 1 + place for place, step in enumerate(synced))
+    if not is_right or any(this["sum"] == next["sum"] for this, next in pairwise(synced)):
         sys.exit(json.dumps(found, indent=1))
     result = {
         "what": TRAINERS[args.trainer].__doc__,
@@ -123,13 +126,20 @@ def train(trainer: str, shape: str, folder: str, out: str, *, num_steps: int, sl
     os._exit(0)  # what engines take down takes seconds
 
 
-def look(llm: Any, policy: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Which policy the engine has taken, and whether it is this one."""
+@cache
+def refitter(llm: Any) -> Any:
+    """One for all syncs: what closes one has the next policy planned anew."""
     import fp8refit
 
+    return fp8refit.Refitter(llm)
+
+
+def look(llm: Any, policy: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Which policy the engine has taken, whether it is this one, and what tells it from the next."""
     (report,) = llm.collective_rpc("fp8refit_last_report")
-    with fp8refit.Refitter(llm) as refitter:
-        return {"version": json.loads(report)["version"], "equal": bool(refitter.verify(policy))}
+    equal = bool(refitter(llm).verify(policy))
+    total = sum(float(tensor.double().sum()) for tensor in policy.values())
+    return {"version": json.loads(report)["version"], "equal": equal, "sum": total}
 
 
 Note = Callable[[Callable[[], object], Any, Callable[[], Mapping[str, Tensor]]], None]
@@ -151,8 +161,8 @@ def train_trl(shape: str, folder: Path, note: Note, *, num_steps: int, sleeps: b
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(model)
         tokenizer_of_bytes().save_pretrained(model)
 
-    def reward(completions: list[str], **_: object) -> list[float]:
-        return [len(set(text)) + len(text) / 7 for text in completions]
+    def reward(completion_ids: list[list[int]], **_: object) -> list[float]:
+        return [sum(tokens) % 97 / 97 for tokens in completion_ids]
 
     asked = GRPOConfig(
         output_dir=f"{folder}/out",
@@ -204,15 +214,14 @@ def train_swift(shape: str, folder: Path, note: Note, *, num_steps: int, sleeps:
 def train_openrlhf(shape: str, folder: Path, note: Note, *, num_steps: int, sleeps: bool) -> None:
     """OpenRLHF's actor by CUDA IPC, its extension in vLLM's worker"""
     assert not sleeps, "OpenRLHF's own code that puts an engine to sleep is not run here"
-    from tests.stubs.absent import stand_for
-
-    stand_for("deepspeed", "flash_attn", "pylatexenc", "ray", "torchdata")
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # as OpenRLHF's actor sets it
-    extension = "openrlhf.trainer.ray.vllm_worker_wrap.WorkerWrap"
+    extension = "tests.gpu.openrlhf_worker.WorkerWrap"
     llm = boot(shape, folder, is_inside=False, worker_extension_cls=extension)
-    from openrlhf.trainer.ray import ppo_actor
+    from tests.gpu import openrlhf_worker  # noqa: F401  its stubs; before the boot, vLLM would look for Ray's cluster
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    from openrlhf.trainer.ray import ppo_actor
+
     torch.distributed.init_process_group("gloo")
     ppo_actor.ray = SimpleNamespace(get=lambda refs: refs)
     ppo_actor.deepspeed = SimpleNamespace(
@@ -248,6 +257,7 @@ class RayHandle:
 def boot(shape: str, folder: Path, *, is_inside: bool, **options: Any) -> Any:
     """With random weights, and CUDA graphs."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if is_inside else "1"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # whoever asked whether there is CUDA cannot fork
     os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")
     from vllm import LLM
 
