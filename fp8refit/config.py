@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, PlainValidator, ValidationError, field_va
 from fp8refit.errors import InvalidOptionError
 
 Validate = Literal["fused", "strict", "off"]
-InFlight = Literal["wait", "abort", "keep"]
+InFlight = Literal["wait", "abort", "keep", "continue"]
 KvKind = Literal["q", "k", "v"]
 Transport = Literal["auto", "collective"]
 
@@ -158,8 +158,9 @@ class RefitConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
 
     in_flight: InFlight = "wait"
     """What an asynchronous engine does with running requests. `wait` lets them finish. `abort` ends them with the tokens
-    they have. `keep` freezes them, then continues under the new policy with their KV recomputed. New requests wait for
-    the refit. A synchronous engine refuses a refit while requests are unfinished."""
+    they have. `keep` freezes them, then continues under the new policy with their KV recomputed. `continue` does so with the
+    KV that they have, of which no other request takes a block; KV scales stay as they are. New requests wait for the refit.
+    A synchronous engine refuses a refit while requests are unfinished."""
 
     count_changes: bool = False
     """Whether the report says how many codes, scales and other values the refit changed. It then reads what it writes over."""

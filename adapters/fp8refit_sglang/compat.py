@@ -101,6 +101,7 @@ SEAMS = (
         purpose="pausing requests",
         names=(
             f"{_IO}.PauseGenerationReqInput(mode='retract')",
+            f"{_IO}.PauseGenerationReqInput(mode='in_place')",
             f"{_IO}.ContinueGenerationReqInput(torch_empty_cache=False)",
             *within(_TOKENIZER, "pause_generation(it,request) continue_generation(it,request)"),
             *within(_TOKENIZER, "_validate_and_resolve_lora(it,request) abort_request(it,abort_all=True)"),

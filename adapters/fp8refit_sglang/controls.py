@@ -2,15 +2,19 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from fp8refit.config import RefitConfig
 from fp8refit.driver.admission import refusal, still_running
 from fp8refit.errors import UnsupportedEngineError
+from fp8refit_sglang.apart import why_not
 from fp8refit_sglang.compat import call_for
 from fp8refit_sglang.gate import TokenizerGate
 
 _POLL_S = 0.005
+_RETRACT_S = 10.0
+"""Longest wait for schedulers that put running requests back into their queues, which are gone with a lost engine."""
 
 
 class TokenizerControls:
@@ -32,7 +36,7 @@ class TokenizerControls:
         self._first_loop = loop
         self._refuse_with = refuse_with
         self._gate: TokenizerGate | None = None
-        self._was_paused = False
+        self._was_paused = self._is_in_place = False
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
@@ -62,6 +66,8 @@ class TokenizerControls:
             config: Options of the refit.
             may_wait: Whether new requests can wait for the refit; otherwise they are refused until it ends.
         """
+        if config.in_flight == "continue":
+            self._check_continues()
         refused_because = self._gate.reason if self._gate is not None else None
         num_unfinished = self.num_unfinished
         gate = self._close_gate()
@@ -85,11 +91,11 @@ class TokenizerControls:
         return self.num_unfinished if config.in_flight == "wait" else num_unfinished
 
     async def _stop(self, config: RefitConfig) -> None:
-        while config.in_flight != "keep" and not await self._is_drained():
+        while config.in_flight in ("wait", "abort") and not await self._is_drained():
             if config.in_flight == "abort":
                 self._manager.abort_request(abort_all=True)
             await asyncio.sleep(_POLL_S)
-        await self._pause()
+        await self._pause(is_in_place=config.in_flight == "continue")
 
     async def _settle(self) -> None:
         """Restore the pause state from before the refit, or what users have asked for since."""
@@ -109,6 +115,10 @@ class TokenizerControls:
     async def refuse(self, reason: str) -> None:
         """Refuse requests. The schedulers stay paused, because requests they still hold must not run."""
         self._close_gate().refuse(reason)
+        if self._is_in_place:  # a paused scheduler ends only what is in its queue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_RETRACT_S):
+                    await self._pause()
         self._manager.abort_request(abort_all=True)
         async with self._manager.is_pause_cond:  # wake requests that wait for the end of a pause
             self._manager.is_pause = False
@@ -150,12 +160,18 @@ class TokenizerControls:
         """Whether the schedulers have no requests; some may wait here for the end of a pause."""
         return not self._manager.rid_to_state or not await self._manager.model_update_lock.is_locked()
 
-    async def _pause(self) -> None:
-        """Stop the schedulers. Running requests go back to the queue, and their KV is recomputed later."""
+    def _check_continues(self) -> None:
+        """Check that KV of running requests can be kept from others; see `apart`."""
+        if (why := why_not(self._manager.server_args)) is not None:
+            raise UnsupportedEngineError(f'in_flight="continue": {why}; choose "keep", which computes the KV anew')
+
+    async def _pause(self, *, is_in_place: bool = False) -> None:
+        """Stop the schedulers. Running requests stay in place, or go back to the queue, and their KV is recomputed later."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
+        self._is_in_place, mode = is_in_place, "in_place" if is_in_place else "retract"
         self._manager.auto_create_handle_loop()
-        await type(self._manager).pause_generation(self._manager, PauseGenerationReqInput(mode="retract"))
+        await type(self._manager).pause_generation(self._manager, PauseGenerationReqInput(mode=mode))
 
     async def _continue(self) -> None:
         """Let the schedulers run again."""

@@ -16,7 +16,7 @@ from fp8refit.remote.protocol.channel import Answers, Channel
 from fp8refit.remote.protocol.messages import have_done
 from fp8refit.transport.loopback import Switchboard
 from fp8refit_sglang.controls import TokenizerControls
-from fp8refit_sglang.worker import FLUSH, KEPT
+from fp8refit_sglang.worker import FLUSH, KEPT, SET_APART
 
 T = TypeVar("T")
 
@@ -42,6 +42,7 @@ class Driver(engine.Driver, Channel):
         self._controls = controls
         self._switchboard = Switchboard(controls.num_ranks)
         self._timeout_s = RefitConfig().timeout_s
+        self._drop = FLUSH
 
     @property
     def is_asynchronous(self) -> bool:
@@ -58,6 +59,7 @@ class Driver(engine.Driver, Channel):
     @override
     async def pause(self, config: RefitConfig) -> int:
         self._timeout_s = config.timeout_s
+        self._drop = SET_APART if config.in_flight == "continue" else FLUSH
         return await self._drive(self._controls.pause(config, may_wait=self.is_asynchronous))
 
     @override
@@ -70,9 +72,9 @@ class Driver(engine.Driver, Channel):
 
     @override
     async def flush_caches(self) -> None:
-        """Drop caches. The KV cache of requests that were kept is recomputed."""
+        """Drop caches. The KV cache of requests that were kept is recomputed; of those that continue, it is set apart."""
         for _ in range(round(_SETTLING_S / POLL_S)):
-            answers = await self._drive(self._exchange((FLUSH,), (self._timeout_s,)))
+            answers = await self._drive(self._exchange((self._drop,), (self._timeout_s,)))
             if KEPT not in answers.said:
                 return
             await self._drive(asyncio.sleep(POLL_S))
@@ -122,7 +124,7 @@ class Driver(engine.Driver, Channel):
         if len(messages) == 1:
             return Answers(said=(await send(messages, timeouts_s=timeouts_s))[0])
         first_s, second_s = timeouts_s
-        heard = await send((messages[0], FLUSH, messages[1]), timeouts_s=(first_s, self._timeout_s, second_s))
+        heard = await send((messages[0], self._drop, messages[1]), timeouts_s=(first_s, self._timeout_s, second_s))
         if len(heard) == 1:
             return Answers(said=heard[0], is_refused=True)
         if len(heard) == 2:

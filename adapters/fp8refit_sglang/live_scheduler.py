@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from fp8refit.errors import EngineAsleepError
 from fp8refit.live.slots import FP8_DTYPE, dtype_name
+from fp8refit_sglang.apart import set_apart
 from fp8refit_sglang.compat import forward_scope, has_graphs, recapture, updater_of
 
 
@@ -162,6 +163,15 @@ class Scheduler:
     @property
     def _runner(self) -> Any:
         return self._scheduler.tp_worker.model_runner
+
+    def set_apart(self) -> None:
+        """Let running requests go on with their KV, and no request share it that begins later.
+
+        A forward may still run, as SGLang takes its result only when it prepares the one after the next.
+        """
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        set_apart(self._scheduler)
 
     def flush(self) -> bool:
         """Drop the KV cache. Returns False if a running request uses it; waiting requests do not."""

@@ -11,6 +11,7 @@ from fp8refit.driver.admission import cache_kept
 from fp8refit.driver.attach import hold
 from fp8refit.driver.engine import Driver
 from fp8refit.errors import UnsupportedEngineError
+from fp8refit_sglang.apart import num_refits, queued, received, stamp
 from fp8refit_sglang.compat import refuse_requests
 from fp8refit_sglang.live_scheduler import Scheduler
 
@@ -23,13 +24,23 @@ def is_known(scheduler: Any) -> bool:
 
 
 def admit(original: Callable[..., Any], scheduler: Any, requests: list[Any]) -> Any:
-    """Wraps the scheduler method that receives requests: refuses them during an update and after a failed one."""
+    """Wraps the scheduler method that receives requests: refuses them during an update and after a failed one.
+
+    It also gives them their key in the radix cache.
+    """
     if not is_known(scheduler):
         setattr(scheduler, _IS_HELD, True)
         with suppress(AttributeError):  # not an engine that could be refitted
             hold(Scheduler(scheduler).model, scheduler)
     reason = getattr(scheduler, _REASON, None)
-    return original(scheduler, requests if reason is None else refuse_requests(scheduler, requests, reason))
+    if reason is not None:
+        return original(scheduler, refuse_requests(scheduler, requests, reason))
+    num_before = num_refits(scheduler)
+    stamp(scheduler, received(requests))
+    answer = original(scheduler, requests)
+    if num_refits(scheduler) != num_before:  # some came together with a refit, and after it
+        stamp(scheduler, queued(scheduler))
+    return answer
 
 
 def admit_again(scheduler: Any) -> None:

@@ -31,7 +31,7 @@ from fp8refit_sglang.twin import twin_of
 
 logger = logging.getLogger(__name__)
 
-FLUSH = "flush"
+FLUSH, SET_APART = "flush", "set apart"
 FLUSHED, KEPT = "flushed", "kept"
 
 _SERVER, _RANK = "_fp8refit_server", "_fp8refit_rank"
@@ -73,6 +73,9 @@ def _converse(scheduler: Scheduler, address: str) -> None:
         for message in connection.messages():
             if message == FLUSH:
                 connection.answer(FLUSHED if scheduler.flush() else KEPT)
+            elif message == SET_APART:
+                scheduler.set_apart()
+                connection.answer(FLUSHED)
             else:
                 connection.answer(server.handle(message))
     finally:

@@ -12,14 +12,23 @@ from typing_extensions import override
 from fp8refit.config import RefitConfig
 from fp8refit.driver.admission import still_running
 from fp8refit.driver.engine import Driver
-from fp8refit.errors import EngineLostError, RankFailedError, RefitError
+from fp8refit.errors import EngineLostError, RankFailedError, RefitError, UnsupportedEngineError
 from fp8refit.remote.protocol.channel import Answers, Channel, send_in_turn
 from fp8refit.transport.running import begun
 from fp8refit_vllm.compat import token_ids
-from fp8refit_vllm.core import CORE_METHOD, Outcome
+from fp8refit_vllm.core import CORE_METHOD, SET_APART_METHOD, Outcome
 from fp8refit_vllm.core_compat import pause_generation, until_answered
-from fp8refit_vllm.driver import channel_lost, error_of, has_connector, kept, takes_pairs, to_answers, tokenized
+from fp8refit_vllm.driver import (
+    channel_lost,
+    error_of,
+    has_connector,
+    kept,
+    takes_pairs,
+    to_answers,
+    tokenized,
+)
 from fp8refit_vllm.gate import LlmGate
+from fp8refit_vllm.worker import PLUGIN_METHOD
 
 T = TypeVar("T")
 
@@ -45,7 +54,7 @@ class AsyncDriver(Driver, Channel):
         self._method = method
         self._gate: LlmGate | None = None
         self._was_paused = False
-        self._timeout_s = RefitConfig().timeout_s
+        self._timeout_s, self._in_flight = RefitConfig().timeout_s, RefitConfig().in_flight
         self._published: int | None = None
         self.config = llm.vllm_config
 
@@ -63,7 +72,9 @@ class AsyncDriver(Driver, Channel):
     @override
     async def pause(self, config: RefitConfig) -> int:
         """Stop the scheduler. New requests wait at our gate, where they are refused if the refit fails."""
-        self._timeout_s = config.timeout_s
+        self._timeout_s, self._in_flight = config.timeout_s, config.in_flight
+        if config.in_flight == "continue":
+            self._check_continues()
         is_paused = await self._ask(self._llm.is_paused())
         # After a failed refit the scheduler is still paused by us; only what users asked for since then counts.
         self._was_paused = is_paused and (self._gate is None or self._was_paused)
@@ -85,6 +96,18 @@ class AsyncDriver(Driver, Channel):
             raise
         return self._num_unfinished if config.in_flight == "wait" else num_unfinished
 
+    def _check_continues(self) -> None:
+        """Check that KV of running requests can be kept from others; see `set_apart_in_core`."""
+        if has_connector(self.config):
+            why = "this engine's KV connector gives blocks of the old policy to later requests"
+        elif getattr(getattr(self.config, "aux_output_config", None), "enabled", False):
+            why = "outputs such as routed experts are kept by block of KV"
+        elif self._method != PLUGIN_METHOD or not hasattr(self._llm.engine_core, "call_utility_async"):
+            why = "the engine core has not loaded fp8refit's plugin"
+        else:
+            return
+        raise UnsupportedEngineError(f'in_flight="continue": {why}; choose "keep", which computes the KV anew')
+
     @override
     async def resume(self) -> None:
         """Let requests continue, unless the user had paused the scheduler before the refit."""
@@ -105,9 +128,14 @@ class AsyncDriver(Driver, Channel):
 
     @override
     async def flush_caches(self) -> None:
-        """Drop caches. The KV cache of requests that were kept is recomputed."""
+        """Drop caches. The KV cache of requests that were kept is recomputed; of those that continue, it is set apart."""
+        llm = self._llm
+        if self._in_flight == "continue":
+            dropped = llm.engine_core.call_utility_async(SET_APART_METHOD)
+        else:
+            dropped = llm.reset_prefix_cache(True, has_connector(self.config))
         try:
-            is_empty = await self._ask(self._llm.reset_prefix_cache(True, self.config.kv_transfer_config is not None))
+            is_empty = await self._ask(dropped)
         except RankFailedError as error:
             raise kept(str(error)) from error
         if not is_empty:
@@ -138,7 +166,7 @@ class AsyncDriver(Driver, Channel):
         if call_core is None:
             answers = send_in_turn(self._call, self.flush_caches, messages, timeouts_s)
         else:
-            arguments = self._method, *messages, tuple(timeouts_s), has_connector(self.config), True
+            arguments = self._method, *messages, tuple(timeouts_s), has_connector(self.config), self._in_flight
             answers = self._hear(call_core(CORE_METHOD, *arguments), sum(timeouts_s) + self._timeout_s)
         return await begun(answers, num_steps=_STEPS_TO_SEND) if begins else answers
 

@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from fp8refit.remote.protocol.messages import have_done
-from fp8refit_vllm.core_compat import begin_call, is_cache_idle, publish_in_core
+from fp8refit_vllm.core_compat import begin_call, is_cache_idle, publish_in_core, set_apart_in_core
 
 CORE_METHOD = "fp8refit_pair"
+SET_APART_METHOD = "fp8refit_set_apart"
 
 
 class Outcome(NamedTuple):
@@ -39,7 +40,7 @@ def carry_out(
     second: str,
     timeouts_s: Sequence[float],
     has_connector: bool,
-    keeps_requests: bool,
+    in_flight: str,
 ) -> list[Any]:
     """Send `first` to every rank. If all succeed, drop the caches and send `second`.
 
@@ -53,12 +54,15 @@ def carry_out(
         second: The second request.
         timeouts_s: Time limit of each request.
         has_connector: Whether a KV connector also keeps KV outside the engine.
-        keeps_requests: Whether running requests were kept, so that their KV must be recomputed.
+        in_flight: Of the driver's `RefitConfig`; empty if no request can be running. With `keep`, KV is recomputed. With
+            `continue`, it stays, apart from that of later requests.
     """
     answers = core.collective_rpc(method, timeouts_s[0], (first,))
     if not have_done(answers, first):
         return list(Outcome("refused", answers))
-    drop = partial(core.reset_prefix_cache, keeps_requests, has_connector)
+    drop = partial(core.reset_prefix_cache, bool(in_flight), has_connector)
+    if in_flight == "continue":
+        drop = partial(set_apart_in_core, core)
     is_idle = not has_connector and is_cache_idle(core)
     wait = begin_call(core.model_executor, method, timeouts_s[1], second) if is_idle else None
     if wait is not None:

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from functools import partial, wraps
+from secrets import token_bytes
 from threading import Thread
 from typing import Any, TypeAlias, TypeVar
 
@@ -23,6 +24,8 @@ _LOOK_FOR_DEATH_S = 0.25
 """How often, in seconds, to check that a core that was called is still alive."""
 _LAST_OUTPUTS_S = 0.02
 _LOOK_S = 5e-4
+_HALF_HASH = 16
+"""Bytes."""
 
 StepOutputs: TypeAlias = tuple[dict[int, Any] | None, bool]
 """The result of one engine-core step: outputs per client, and whether the model ran."""
@@ -36,9 +39,10 @@ async def pause_generation(llm: Any, mode: str) -> None:
     vLLM's own method ends with a fixed sleep for the last outputs, which is longer than most refits. This one returns
     as soon as they have arrived.
     """
-    await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+    is_frozen = mode in ("keep", "continue")
+    await llm.engine_core.pause_scheduler_async(mode="keep" if is_frozen else mode, clear_cache=False)
     deadline_s = time.monotonic() + _LAST_OUTPUTS_S
-    while mode != "keep" and llm.output_processor.get_num_unfinished_requests() and time.monotonic() < deadline_s:
+    while not is_frozen and llm.output_processor.get_num_unfinished_requests() and time.monotonic() < deadline_s:
         await asyncio.sleep(_LOOK_S)
 
 
@@ -144,11 +148,37 @@ class _Replies:
 def is_cache_idle(core: Any) -> bool:
     """Whether dropping an engine core's prefix cache cannot fail: no block except the null block is in use."""
     try:
-        managers = core.scheduler.kv_cache_manager.coordinator.single_type_managers
-        pools = [manager.block_pool for manager in managers]
+        pools = _pools_of(core)
         return bool(pools) and all(pool.num_gpu_blocks - pool.get_num_free_blocks() == 1 for pool in pools)
     except AttributeError:
         return False
+
+
+def _pools_of(core: Any) -> list[Any]:
+    """An engine core's pools of KV blocks."""
+    managers = core.scheduler.kv_cache_manager.coordinator.single_type_managers
+    return list({id(manager.block_pool): manager.block_pool for manager in managers}.values())
+
+
+def set_apart_in_core(core: Any) -> bool:
+    """Let requests of an engine core that have begun go on with their KV, and no other request share a block of it.
+
+    All blocks lose their hashes, as if none were in use when vLLM drops its prefix cache. The hashes of a request that has
+    begun are replaced by some that no other request can have: vLLM computes those of its later blocks from them.
+    """
+    pools = _pools_of(core)
+    for pool in pools:
+        pool.get_num_free_blocks = partial(int, pool.num_gpu_blocks - 1)
+    try:
+        is_empty = bool(core.reset_prefix_cache(False, False))
+    finally:
+        for pool in pools:
+            del pool.get_num_free_blocks
+    for request in core.scheduler.requests.values():
+        if request.num_computed_tokens:
+            own = token_bytes(_HALF_HASH)
+            request.block_hashes[:] = [block_hash[:_HALF_HASH] + own for block_hash in request.block_hashes]
+    return is_empty
 
 
 def on_core_start(call: Callable[[Any], None]) -> None:

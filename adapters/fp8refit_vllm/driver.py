@@ -189,7 +189,7 @@ class SyncDriver(Driver, Channel):
         begin, method = core_beginner(self._engine), self._method
         if len(messages) > 1:
             assert begin is not None, "num_ahead says so"
-            return begin(CORE_METHOD, method, *messages, tuple(timeouts_s), has_connector(self.config), False)
+            return begin(CORE_METHOD, method, *messages, tuple(timeouts_s), has_connector(self.config), "")
         if begin is not None:
             return begin("collective_rpc", method, timeouts_s[0], tuple(messages), None)
         wait = begin_call(self._executor, method, timeouts_s[0], messages[0])

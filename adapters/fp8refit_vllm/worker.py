@@ -1,7 +1,7 @@
 """The worker's side: the `Rank` of a live model, in the process of its vLLM worker.
 
 vLLM calls `register` in every process, through the entry-point group `vllm.general_plugins`. It adds two methods to the
-worker class and one to the engine core. Without plugins, `worker_extension_cls="fp8refit_vllm.worker.WorkerExtension"`
+worker class and two to the engine core. Without plugins, `worker_extension_cls="fp8refit_vllm.worker.WorkerExtension"`
 adds the first of them under another name.
 """
 
@@ -37,8 +37,8 @@ from fp8refit_vllm.compat import (
     on_deep_sleep,
     register_transfer,
 )
-from fp8refit_vllm.core import CORE_METHOD, carry_out
-from fp8refit_vllm.core_compat import add_to_core, on_core_start, raise_refusals
+from fp8refit_vllm.core import CORE_METHOD, SET_APART_METHOD, carry_out
+from fp8refit_vllm.core_compat import add_to_core, on_core_start, raise_refusals, set_apart_in_core
 from fp8refit_vllm.kv_cache import read_kv_cache, reset_kv_scales
 from fp8refit_vllm.layout import VllmRules
 from fp8refit_vllm.twin import twin_of
@@ -69,6 +69,7 @@ def register() -> None:
     setattr(WorkerBase, PLUGIN_METHOD, serve)
     setattr(WorkerBase, FLAG_METHOD, show_flag)
     add_to_core(CORE_METHOD, carry_out)
+    add_to_core(SET_APART_METHOD, set_apart_in_core)
     on_core_start(watch)
     raise_refusals()
     drop_in.quantize_at_boot()

@@ -48,7 +48,9 @@ def bench_refit(
     ] = None,
     gpu: Annotated[int | None, typer.Option(min=0, help="GPU of the trainer, if not that of the engine.")] = None,
     clients: Annotated[int, typer.Option(min=0, help="Clients that keep a server busy.")] = 0,
-    in_flight: Annotated[str, typer.Option(help="What becomes of their requests: wait, keep or abort.")] = "wait",
+    in_flight: Annotated[
+        str, typer.Option(help="What becomes of their requests: wait, keep, continue or abort.")
+    ] = "wait",
     plot: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for plots.")] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -199,7 +199,7 @@ def push(
         str | None, typer.Option(help="For a broadcast to other hosts: this host's address as servers can reach it.")
     ] = None,
     in_flight: Annotated[
-        str, typer.Option(help="What to do with running requests: wait, abort or keep.")
+        str, typer.Option(help="What to do with running requests: wait, abort, keep or continue.")
     ] = RefitConfig().in_flight,
     rename: Annotated[
         str | None,

@@ -14,14 +14,15 @@ from fp8refit.errors import (
     EngineDirtyError,
     EngineLostError,
     InvalidCalibrationError,
+    InvalidOptionError,
     RefitError,
 )
 from fp8refit.fill.plan import is_any_of
 from fp8refit.live.turn import IN_USE
 from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues, order_of
 from fp8refit.report import KvReport, PhaseClock, RefitReport, VerifyReport, longest_phases
-from fp8refit.sources.renamed import Names, renamed
-from fp8refit.sources.source import Manifest, StateDict, as_source
+from fp8refit.sources.renamed import Names, renamed, without_scales
+from fp8refit.sources.source import Manifest, Source, StateDict, as_source
 from fp8refit.transport.error_capture import ErrorCapture
 
 logger = logging.getLogger(__name__)
@@ -66,11 +67,12 @@ class Attempt:
             job = Job(config=config)
             with ErrorCapture() as unready:
                 if calibration is not None or kv_scales is not None:
+                    _check_scales_stay(config)
                     kv = await order_of(calibration, kv_scales, config.kv, engine.tokenize)
                     job = Job(config=config, kv=kv)
                 await engine.check_ready()
             drops_caches = await ranks.prepare(
-                lambda: renamed(as_source(state_dict, manifest=manifest), names), job, driver_error=unready.error
+                lambda: _source_of(state_dict, config, names, manifest), job, driver_error=unready.error
             )
         self.version, num_interrupted = ranks.version, 0
         with ErrorCapture() as busy:
@@ -101,6 +103,7 @@ class Attempt:
         with ErrorCapture() as unready:
             if ranks.is_dirty:
                 raise EngineDirtyError("this engine's weights are incomplete; refit it before calibrating")
+            _check_scales_stay(config)
             kv = await order_of(calibration, None, config.kv, engine.tokenize)
             if kv is None or not kv.token_ids:
                 raise InvalidCalibrationError("calibration: no batch was given")
@@ -170,6 +173,19 @@ class Attempt:
                 self.version = None
                 raise stuck.take()
         self.version = None
+
+
+def _source_of(state_dict: StateDict, config: RefitConfig, names: Names | None, manifest: Manifest | None) -> Source:
+    source = renamed(as_source(state_dict, manifest=manifest), names)
+    return without_scales(source, is_any_of(config.ignore)) if config.in_flight == "continue" else source
+
+
+def _check_scales_stay(config: RefitConfig) -> None:
+    if config.in_flight == "continue":
+        raise InvalidOptionError(
+            'in_flight="continue" goes on with KV of the old scales, so new ones cannot be set; choose "keep", which computes '
+            "the KV anew"
+        )
 
 
 async def take_turn(attached: AttachedEngine, steps: Callable[[Attempt], Awaitable[T]]) -> T:

@@ -15,7 +15,7 @@ from fp8refit.config import Options, RefitConfig, refuse_others
 from fp8refit.driver.attach import attach_engine
 from fp8refit.driver.local_ranks import LocalRanks
 from fp8refit.driver.refitter import Refitter
-from fp8refit.errors import EngineDirtyError, RefitError, UnsupportedEngineError
+from fp8refit.errors import EngineDirtyError, InvalidOptionError, RefitError, UnsupportedEngineError
 from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues
 from fp8refit.report import RefitReport
 from fp8refit.sources.handover import HandedBucket, HandedSource
@@ -84,6 +84,10 @@ class Update(AbstractContextManager["Update"]):
         if not isinstance(refitter.engine.ranks, LocalRanks):
             raise UnsupportedEngineError(
                 "the ranks of this engine are in other processes: call update() there, in a worker, or refit from here"
+            )
+        if refitter.config.in_flight == "continue":
+            raise InvalidOptionError(
+                'update() does not pause requests, so it takes no in_flight="continue"; leave it out'
             )
         self.report: RefitReport | None = None
         self._config = refitter.config

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from fp8refit.config import Rename, read_rename
 from fp8refit.errors import InvalidSourceError, NonFiniteError, fold
-from fp8refit.live.names import strip_wrappers
+from fp8refit.live.names import is_kv_scale, strip_wrappers
 from fp8refit.live.slots import SCALE_SUFFIX, TensorMeta
 from fp8refit.sources.row_runs import AnyRun, InPieces, MakesPieces
 from fp8refit.sources.source import MappingSource, PushedSource, RandomAccess, Source
+
+_NO_SCALES = 'KV of the old scales stays in use with in_flight="continue"; leave it out (ignore=), or choose "keep"'
 
 
 class Names(dict[str, str]):
@@ -124,6 +126,35 @@ def renamed(source: Source, names: Names | None) -> Source:
     if len(set(found.sent_names)) < len(found.sent_names):
         raise InvalidSourceError(why_one(zip(source.sent_names, found.sent_names, strict=True)))
     return found
+
+
+def without_scales(source: Source, is_ignored: Callable[[str], bool]) -> Source:
+    """Return the source, of which no tensor may be a KV scale, except one that is ignored.
+
+    Raises:
+        InvalidSourceError: One is. A stream that cannot be read again raises it when the scale comes.
+    """
+    if isinstance(source, MappingSource):
+        names: Iterable[str] = source.sent_names
+    else:
+        scanned = source.scan()
+        if scanned is None:
+            return RenamedSource(source, _NamesWithoutScales(is_ignored))
+        names = scanned[0]
+    if problems := [f"{name}: {_NO_SCALES}" for name in names if is_kv_scale(name) and not is_ignored(name)]:
+        raise InvalidSourceError(problems)
+    return source
+
+
+class _NamesWithoutScales(Names):
+    def __init__(self, is_ignored: Callable[[str], bool]) -> None:
+        super().__init__(())
+        self._is_ignored = is_ignored
+
+    def __missing__(self, name: str) -> str:
+        if is_kv_scale(name) and not self._is_ignored(name):
+            raise InvalidSourceError([f"{name}: {_NO_SCALES}"])
+        return super().__missing__(name)
 
 
 class RenamedSource:

@@ -422,11 +422,12 @@ class TokenizerManager:
         async with self.is_pause_cond:
             self.is_pause = True
             await self.may_dispatch.wait()
-            assert obj.mode == "retract"
+            assert obj.mode in ("retract", "in_place")
             for scheduler in self.schedulers:
                 scheduler.is_paused = True
-                scheduler.waiting_queue += scheduler.running
-                scheduler.running.clear()
+                if obj.mode == "retract":
+                    scheduler.waiting_queue += scheduler.running
+                    scheduler.running.clear()
 
     async def continue_generation(self, obj: ContinueGenerationReqInput) -> None:
         async with self.is_pause_cond:
@@ -438,7 +439,8 @@ class TokenizerManager:
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         assert abort_all
-        for rid in [*self.schedulers[0].running, *self.schedulers[0].waiting_queue]:
+        running = [] if self.schedulers[0].is_paused else self.schedulers[0].running  # until they run again
+        for rid in [*running, *self.schedulers[0].waiting_queue]:
             self.finish(rid, "abort")
 
     def finish(self, rid: str, reason: str = "stop") -> None:

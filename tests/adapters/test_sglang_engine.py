@@ -263,18 +263,52 @@ def test_requests_that_run_are_aborted(engine):
     assert_serves(engine)
 
 
-def test_requests_that_are_kept_go_on_under_the_new_policy(engine):
+@pytest.mark.parametrize(("in_flight", "events"), [("keep", ["flushed"]), ("continue", [])])
+def test_requests_that_are_kept_go_on_under_the_new_policy(in_flight, events, engine):
     async def steps():
         running = await begin(engine, "running", is_long=True)
-        report = await Refitter(engine, in_flight="keep").refit_async(engine.make_policy(1))
+        report = await Refitter(engine, in_flight=in_flight).refit_async(engine.make_policy(1))
         assert report.num_interrupted == 1
         assert [scheduler.running for scheduler in engine.schedulers] == [["running"]] * len(engine.schedulers)
-        assert [scheduler.events for scheduler in engine.schedulers] == [["flushed"]] * len(engine.schedulers)
+        assert [scheduler.events for scheduler in engine.schedulers] == [events] * len(engine.schedulers)
         engine.tokenizer_manager.finish("running")
         assert await running == "stop"
 
     run(engine, steps())
     assert_serves(engine)
+
+
+def test_a_refit_that_fails_ends_requests_that_would_have_gone_on_with_their_cache(solo):
+    async def steps():
+        running = await begin(solo, "running", is_long=True)
+        refitter = Refitter(solo, in_flight="continue")
+        with pytest.raises(NonFiniteError):
+            await refitter.refit_async(spoilt(solo.make_policy(1)))
+        assert await running == "abort"
+        await Refitter(solo).refit_async(solo.make_policy(1))
+
+    run(solo, steps())
+    assert_serves(solo)
+
+
+@pytest.mark.parametrize(
+    "name", ["enable_hierarchical_cache", "is_embedding", "radix_cache_backend", "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"]
+)
+def test_an_engine_whose_requests_cannot_go_on_with_their_cache_says_why(name, solo, monkeypatch):
+    if name.isupper():
+        monkeypatch.setenv(name, "1")
+    else:
+        setattr(solo.tokenizer_manager.server_args, name, True)
+    why = f"with {name}, later requests (may )?share KV of the old policy"
+
+    async def steps():
+        before = solo.live_bytes()
+        with pytest.raises(UnsupportedEngineError, match=f'in_flight="continue": {why}.*choose "keep"'):
+            await Refitter(solo, in_flight="continue").refit_async(solo.make_policy(1))
+        assert solo.live_bytes() == before
+        assert await solo.async_generate("new") == "stop"
+
+    run(solo, steps())
 
 
 def test_an_interrupt_while_requests_are_let_in_again_leaves_none_waiting(solo, monkeypatch):

@@ -115,6 +115,15 @@ def vllm(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.v1.engine", engine)
 
 
+class Pool:
+    """Blocks of KV, two of them in use, and the null block."""
+
+    num_gpu_blocks = 8
+
+    def get_num_free_blocks(self):
+        return self.num_gpu_blocks - 3
+
+
 @pytest.fixture
 def core():
     return Core()
@@ -398,6 +407,41 @@ def test_an_async_engine_has_the_kv_of_requests_that_are_kept_computed_anew(asyn
     found = pair_async(async_engine)
     assert core.events == [BOTH[0], ("flush", True, True), BOTH[2], ("version", "5")]
     assert (ids(found.said), found.is_refused, async_engine.versions) == (["second"] * 2, False, ["6"])
+
+
+@pytest.fixture
+def running(core):
+    """Requests of the core: one that computes, and one that waits."""
+    requests = [SimpleNamespace(num_computed_tokens=count, block_hashes=[b"a" * 32, b"b" * 32]) for count in (40, 0)]
+    pool = Pool()
+    managers = [SimpleNamespace(block_pool=pool)] * 2
+    cache = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))
+    core.scheduler = SimpleNamespace(kv_cache_manager=cache, requests=dict(enumerate(requests)))
+    core.pool = pool
+    return requests
+
+
+def test_requests_that_go_on_with_their_kv_get_hashes_that_no_other_can_have(core, running):
+    core.reset_prefix_cache = lambda *asked: core.note(*asked) or core.pool.get_num_free_blocks() == 7
+    found = carry_out(core, PLUGIN_METHOD, FIRST, SECOND, TIMEOUTS_S, False, "continue")
+    assert (found[0], core.events[1]) == ("done", (False, False))
+    assert core.pool.get_num_free_blocks() == 5
+    went_on, waiting = running
+    assert waiting.block_hashes == [b"a" * 32, b"b" * 32]
+    assert [len(each) for each in went_on.block_hashes] == [32, 32]
+    assert not set(went_on.block_hashes) & set(waiting.block_hashes)
+    assert len(set(went_on.block_hashes)) == 2
+    first = list(went_on.block_hashes)
+    carry_out(core, PLUGIN_METHOD, FIRST, SECOND, TIMEOUTS_S, False, "continue")
+    assert not set(first) & set(went_on.block_hashes)
+
+
+def test_a_core_that_cannot_set_kv_apart_keeps_the_old_policy(core, running):
+    core.raises["flush"] = RuntimeError("another vLLM")
+    found = carry_out(core, PLUGIN_METHOD, FIRST, SECOND, TIMEOUTS_S, False, "continue")
+    assert (found[0], found[4]) == ("kept", "RuntimeError: another vLLM")
+    assert [name for name, *_ in core.events] == ["fp8refit_call", "flush"]
+    assert core.pool.get_num_free_blocks() == 5
 
 
 def test_an_async_engine_s_caches_that_stay_leave_the_old_policy(async_engine, core):

@@ -11,6 +11,7 @@ import pytest
 from fp8refit_vllm import VllmEngine
 from fp8refit_vllm.async_driver import AsyncDriver
 from fp8refit_vllm.gate import LlmGate
+from fp8refit_vllm.worker import PLUGIN_METHOD
 
 from fp8refit import (
     CacheFlushError,
@@ -212,6 +213,34 @@ def test_a_pause_that_takes_too_long_leaves_a_dirty_engine_refusing():
         assert not llm.is_running
         with pytest.raises(EngineDirtyError, match="half written"):
             await asyncio.wait_for(llm.add_request(), 10)
+
+    asyncio.run(steps())
+
+
+@pytest.mark.parametrize(
+    ("method", "config", "why"),
+    [
+        (
+            PLUGIN_METHOD,
+            {"kv_transfer_config": "a connector"},
+            "this engine's KV connector gives blocks of the old policy",
+        ),
+        (
+            PLUGIN_METHOD,
+            {"aux_output_config": SimpleNamespace(enabled=True)},
+            "outputs such as routed experts are kept",
+        ),
+        ("method", {}, "the engine core has not loaded fp8refit's plugin"),
+    ],
+)
+def test_an_engine_whose_requests_cannot_go_on_with_their_cache_says_why(method, config, why):
+    async def steps():
+        llm = QuietAsyncLLM()
+        llm.vllm_config = SimpleNamespace(**vars(QuietAsyncLLM.vllm_config) | config)
+        driver = AsyncDriver(llm, method)
+        with pytest.raises(UnsupportedEngineError, match=f'in_flight="continue": {why}.*; choose "keep"'):
+            await driver.pause(RefitConfig(in_flight="continue"))
+        assert llm.is_running and "add_request" not in vars(llm)
 
     asyncio.run(steps())
 

@@ -224,6 +224,12 @@ def test_an_option_of_a_bucket_is_our_error_that_says_where_it_goes():
         update.load([], rename="a=")
 
 
+def test_requests_that_an_update_does_not_pause_cannot_go_on_after_it():
+    site = Site()
+    with pytest.raises(InvalidOptionError, match=r'does not pause requests.*in_flight="continue"'):
+        fp8refit.update(site.clients[0], in_flight="continue")
+
+
 def test_values_cannot_be_looked_for_twice():
     site = Site()
     with pytest.raises(InvalidSourceError, match="strict"):

@@ -21,6 +21,7 @@ from tests.engines.attempts import bad_policy
 from tests.serving import ask, ask_rawly, die, free_port, interrupted, option, read_metrics, run_driver
 
 START_S = 180
+STUCK_S = 20
 TOKEN = "a-token-of-this-test"
 LONG = SAMPLING | {"max_new_tokens": 200}
 
@@ -36,10 +37,12 @@ def run_served(family: str, work: Path) -> dict:
         found["other"] = server.state()
         refitter.refit(make_policy(family, 2))
         found["again"] = server.state()
+        found["continued"] = go_on(server, family)
+        refitter.refit(make_policy(family, 2))
         found["kept"] = keep(server, refitter, family)
         refitter.refit(make_policy(family, 2))
         found["after load"] = server.state()
-        found["bad"] = refused(lambda: refitter.refit(bad_policy(family))) | {"metrics": read_metrics(server.url)}
+        found["bad"] = fail_under_way(server, family) | {"metrics": read_metrics(server.url)}
         start_s = time.perf_counter()
         status, body = server.post("/generate", {"input_ids": PROMPTS[0], **ASKED})
         found["dirty"] = {"status": status, "body": json.dumps(body), "s": time.perf_counter() - start_s}
@@ -90,6 +93,43 @@ def keep(server: "Server", refitter: Refitter, family: str) -> dict:
         "statuses": [status for status, _ in outputs],
         "lengths": [len(body["output_ids"]) for _, body in outputs],
     }
+
+
+def go_on(server: "Server", family: str) -> dict:
+    """Refit while a request runs, which goes on with its KV; then others that begin as it did."""
+    ended: list[Any] = []
+
+    def generate() -> None:
+        ended.append(server.post("/generate", {"input_ids": PROMPTS[0], "sampling_params": LONG})[1]["output_ids"])
+
+    running = threading.Thread(target=generate)
+    running.start()
+    time.sleep(1)
+    report = Refitter(server.url, in_flight="continue").refit(make_policy(family, 1))
+    running.join()
+    prompts = [PROMPTS[0], PROMPTS[0] + ended[0][:-1]]
+    later = [server.post("/generate", {"input_ids": prompt, **ASKED})[1] for prompt in prompts]
+    server.post("/flush_cache", {})
+    alone = [server.post("/generate", {"input_ids": prompt, **ASKED})[1] for prompt in prompts]
+    return {
+        "num_interrupted": report.num_interrupted,
+        "length": len(ended[0]),
+        "num_cached": [body["meta_info"]["cached_tokens"] for body in later],
+        "num_cached_alone": [body["meta_info"]["cached_tokens"] for body in alone],
+        "later": list(map(said, later)),
+        "alone": list(map(said, alone)),
+    }
+
+
+def fail_under_way(server: "Server", family: str) -> dict:
+    """A policy with NaN, while a request runs that would go on with its KV."""
+    asked = {"input_ids": PROMPTS[0], "sampling_params": LONG}
+    running = threading.Thread(target=server.post, args=("/generate", asked))
+    running.start()
+    time.sleep(1)
+    found = refused(lambda: Refitter(server.url, in_flight="continue").refit(bad_policy(family)))
+    running.join(STUCK_S)
+    return found | {"stuck": running.is_alive()}
 
 
 class Server:

@@ -33,8 +33,17 @@ def test_requests_that_run_are_kept_and_those_that_arrive_wait(served):
     assert served["after load"] == served["booted"]
 
 
+def test_a_request_that_goes_on_with_its_cache_shares_it_with_no_later_one(served):
+    went_on = served["continued"]
+    assert went_on["num_interrupted"] == 1
+    assert went_on["length"] == 200
+    assert went_on["num_cached"] == went_on["num_cached_alone"]
+    assert went_on["later"] == went_on["alone"]
+
+
 def test_a_dirty_server_refuses_at_once_and_is_healed_by_the_next_refit(served):
     assert served["bad"]["error"] == "NonFiniteError"
+    assert not served["bad"]["stuck"]
     assert served["dirty"]["status"] == 503
     assert "this engine refuses requests" in served["dirty"]["body"]
     assert served["dirty"]["s"] < 1
@@ -44,7 +53,7 @@ def test_a_dirty_server_refuses_at_once_and_is_healed_by_the_next_refit(served):
 def test_metrics_of_refits_are_beside_the_engines_own(served):
     counted = served["bad"]["metrics"]
     assert counted['fp8refit_failures_total{kind="NonFiniteError"}'] == counted["fp8refit_is_dirty"] == 1
-    assert counted["fp8refit_refits_total"] == counted["fp8refit_version"] == 4
+    assert counted["fp8refit_refits_total"] == counted["fp8refit_version"] == 6
     assert 0 < counted["fp8refit_last_refit_seconds"] < 60
 
 

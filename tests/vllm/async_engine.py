@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from engines import PROMPTS, SAMPLING, make_policy, said
 from subject import AsyncSubject
 from vllm import SamplingParams
@@ -83,17 +84,67 @@ def try_in_flight(mode: str, seed: int = 2):
     return attempt
 
 
-def try_failing(subject: AsyncSubject, family: str, work: Path) -> dict:
-    """A refit that fails part way, with requests in flight that are kept."""
+def try_sharing(subject: AsyncSubject, family: str, work: Path) -> dict:
+    """A request that goes on with its KV, and later ones that begin as it did: first its prompt, then what it said too."""
+
+    async def said_by(prompt: list[int]) -> dict:
+        output = await subject.answer(prompt, SHORT)
+        return {"said": said(output), "num_cached": output.num_cached_tokens}
 
     async def steps() -> dict:
-        found = await refit_under_way(subject, bad_policy(family), in_flight="keep")
+        started, prompt = asyncio.Event(), PROMPTS[2]
+        running = asyncio.create_task(subject.answer(prompt, LONG, started=started))
+        await asyncio.wait_for(started.wait(), TIMEOUT_S)
+        await Refitter(subject.llm, in_flight="continue").refit_async(make_policy(family, 2))
+        completion = (await asyncio.wait_for(running, TIMEOUT_S)).outputs[0]
+        tokens = list(completion.token_ids)
+        spans = completion.weight_versions or () if SAYS_VERSIONS else ()
+        num_old = spans[-1].start if len(spans) > 1 else None
+        prompts = [prompt, prompt + tokens]
+        found: dict[str, Any] = {"later": [await said_by(each) for each in prompts]}
+        await subject.llm.reset_prefix_cache()
+        found["alone"] = [await said_by(each) for each in prompts]
+        if num_old is not None:
+            await subject.llm.reset_prefix_cache()
+            found["went_on"] = tokens[num_old : num_old + SHORT.max_tokens]
+            found["recomputed"] = (await said_by(prompt + tokens[:num_old]))["said"]["tokens"]
+        return found
+
+    return subject.run(steps())
+
+
+def try_new_scales(subject: AsyncSubject, family: str, work: Path) -> dict:
+    """What would change KV scales while KV of the old ones stays in use."""
+    refitter, policy = Refitter(subject.llm, in_flight="continue"), make_policy(family, 2)
+    scaled = policy | {"model.layers.0.self_attn.k_scale": torch.tensor(0.5)}
+    steps = {
+        "calibration": lambda: refitter.refit_async(policy, calibration=[PROMPTS[0]]),
+        "alone": lambda: refitter.calibrate_async([PROMPTS[0]]),
+        "in the policy": lambda: refitter.refit_async(scaled),
+    }
+    before, found = subject.live(), {}
+    for name, step in steps.items():
+        try:
+            subject.run(step())
+        except RefitError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return {"refused": found, "untouched": subject.live() == before, "dirty": refitter.is_dirty}
+
+
+def try_failing(mode: str):
+    """A refit that fails part way, with requests in flight that are frozen."""
+
+    async def steps(subject: AsyncSubject, family: str) -> dict:
+        found = await refit_under_way(subject, bad_policy(family), in_flight=mode)
         start_s = time.perf_counter()
         after = asyncio.create_task(subject.answer(PROMPTS[0], SHORT))
         await asyncio.wait([after], timeout=TIMEOUT_S)
         return found | {"after": outcome(after), "after_s": time.perf_counter() - start_s}
 
-    return subject.run(steps()) | {"num_unfinished": subject.num_unfinished}
+    def attempt(subject: AsyncSubject, family: str, work: Path) -> dict:
+        return subject.run(steps(subject, family)) | {"num_unfinished": subject.num_unfinished}
+
+    return attempt
 
 
 def try_too_slow(subject: AsyncSubject, family: str, work: Path) -> dict:
@@ -147,8 +198,13 @@ ASYNC_ATTEMPTS = {
     "in flight: wait": try_in_flight("wait"),
     "in flight: abort": try_in_flight("abort"),
     "in flight: keep": try_in_flight("keep"),
+    "in flight: continue": try_in_flight("continue"),
     "kept under the same policy": try_in_flight("keep", seed=1),
-    "failing": try_failing,
+    "continued under the same policy": try_in_flight("continue", seed=1),
+    "sharing": try_sharing,
+    "new scales": try_new_scales,
+    "failing: keep": try_failing("keep"),
+    "failing: continue": try_failing("continue"),
     "too slow": try_too_slow,
     "paused by the user": try_paused_by_the_user,
     "cancelled while it writes": try_cancelled,

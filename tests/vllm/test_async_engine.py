@@ -8,12 +8,15 @@ import pytest
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(118)]
 
 NUM_RUNNING = 2
+FAILING = ["failing: keep", "failing: continue"]
 ATTEMPTS = [
     "in flight: wait",
     "in flight: abort",
     "in flight: keep",
+    "in flight: continue",
     "kept under the same policy",
-    "failing",
+    "continued under the same policy",
+    *FAILING,
     "too slow",
     "cancelled while it writes",
 ]
@@ -42,7 +45,7 @@ def test_no_request_is_stuck(attempt, found):
     assert found[attempt]["stuck"] == 0
 
 
-@pytest.mark.parametrize("attempt", [*ATTEMPTS, "paused by the user"])
+@pytest.mark.parametrize("attempt", [*ATTEMPTS, "paused by the user", "sharing", "new scales"])
 def test_the_next_refit_gives_the_same_bytes_and_outputs_as_before(attempt, found):
     assert found[attempt]["healed"]
 
@@ -66,8 +69,9 @@ def test_abort_ends_running_requests_with_what_they_have(found, old):
         assert 0 < len(request["tokens"]) < len(undisturbed)
 
 
-def test_keep_goes_on_under_the_new_policy_and_every_token_says_whose_it_is(found, old):
-    kept = found["in flight: keep"]
+@pytest.mark.parametrize("mode", ["keep", "continue"])
+def test_a_frozen_request_goes_on_under_the_new_policy_and_every_token_says_whose_it_is(mode, found, old):
+    kept = found[f"in flight: {mode}"]
     assert kept["refit"] is None
     assert kept["num_interrupted"] == NUM_RUNNING
     for request, undisturbed in zip(kept["running"], old["running"], strict=True):
@@ -78,22 +82,48 @@ def test_keep_goes_on_under_the_new_policy_and_every_token_says_whose_it_is(foun
         assert request["versions"] in (None, [str(kept["version"] - 1), str(kept["version"])])
 
 
-def test_a_kept_request_under_the_same_policy_says_what_it_says_undisturbed(found, old):
-    kept = found["kept under the same policy"]
+def test_a_request_that_continues_goes_on_with_the_keys_and_values_of_the_old_policy(found):
+    shared = found["sharing"]
+    if "went_on" not in shared:
+        pytest.skip("this vLLM does not say which policy wrote which token")
+    assert shared["went_on"] != shared["recomputed"]
+
+
+def test_no_later_request_shares_a_block_with_one_that_continues(found):
+    shared = found["sharing"]
+    assert [each["said"] for each in shared["later"]] == [each["said"] for each in shared["alone"]]
+    assert [each["num_cached"] for each in shared["later"]] == [0, 128]
+
+
+def test_what_would_change_the_scales_of_keys_and_values_that_stay_is_refused(found):
+    scales = found["new scales"]
+    assert {name: said.partition(":")[0] for name, said in scales["refused"].items()} == {
+        "calibration": "InvalidOptionError",
+        "alone": "InvalidOptionError",
+        "in the policy": "InvalidSourceError",
+    }
+    assert all('in_flight="continue"' in said and 'choose "keep"' in said for said in scales["refused"].values())
+    assert scales["untouched"] and not scales["dirty"]
+
+
+@pytest.mark.parametrize("attempt", ["kept under the same policy", "continued under the same policy"])
+def test_a_frozen_request_under_the_same_policy_says_what_it_says_undisturbed(attempt, found, old):
+    kept = found[attempt]
     assert kept["num_interrupted"] == NUM_RUNNING
     assert [request["tokens"] for request in kept["running"]] == old["running"]
     assert all(request["versions"] is None or len(request["versions"]) == 2 for request in kept["running"])
 
 
-@pytest.mark.parametrize("attempt", ["in flight: wait", "in flight: abort", "in flight: keep"])
+@pytest.mark.parametrize("attempt", [f"in flight: {mode}" for mode in ("wait", "abort", "keep", "continue")])
 def test_a_request_that_comes_meanwhile_is_answered_by_the_new_policy(attempt, found, new, old):
     late = found[attempt]["late"]
     assert late["tokens"] == new["late"] != old["late"]
     assert late["versions"] in (None, [str(found[attempt]["version"])])
 
 
-def test_a_failed_refit_refuses_the_requests_that_wait_and_those_that_come(found):
-    failed = found["failing"]
+@pytest.mark.parametrize("attempt", FAILING)
+def test_a_failed_refit_refuses_the_requests_that_wait_and_those_that_come(attempt, found):
+    failed = found[attempt]
     assert failed["refit"]["error"] == "NonFiniteError"
     assert failed["dirty"]
     assert failed["late"]["error"] == failed["after"]["error"] == "EngineDirtyError"
@@ -101,8 +131,9 @@ def test_a_failed_refit_refuses_the_requests_that_wait_and_those_that_come(found
     assert failed["num_unfinished"] == 0
 
 
-def test_a_failed_refit_ends_kept_requests_with_what_they_have(found, old):
-    for request, undisturbed in zip(found["failing"]["running"], old["running"], strict=True):
+@pytest.mark.parametrize("attempt", FAILING)
+def test_a_failed_refit_ends_frozen_requests_with_what_they_have(attempt, found, old):
+    for request, undisturbed in zip(found[attempt]["running"], old["running"], strict=True):
         assert request["reason"] == "abort"
         assert request["tokens"] == undisturbed[: len(request["tokens"])]
 
