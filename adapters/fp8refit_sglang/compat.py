@@ -101,7 +101,6 @@ SEAMS = (
         purpose="pausing requests",
         names=(
             f"{_IO}.PauseGenerationReqInput(mode='retract')",
-            f"{_IO}.PauseGenerationReqInput(mode='in_place')",
             f"{_IO}.ContinueGenerationReqInput(torch_empty_cache=False)",
             *within(_TOKENIZER, "pause_generation(it,request) continue_generation(it,request)"),
             *within(_TOKENIZER, "_validate_and_resolve_lora(it,request) abort_request(it,abort_all=True)"),
@@ -109,6 +108,15 @@ SEAMS = (
             *within(f"{_MANAGERS}.scheduler.Scheduler", "flush_cache(it,empty_cache=False) abort_request(it,request)"),
         ),
         without="every refit fails before anything is written",
+    ),
+    Seam(
+        purpose="requests that go on with their KV",
+        names=(
+            f"{_IO}.PauseGenerationReqInput(mode='in_place')",
+            f"{_IO}.TokenizedGenerateReqInput.extra_key",
+            f"{_MANAGERS}.schedule_batch.Req().extra_key",
+        ),
+        without='no refit with in_flight="continue"; choose "keep"',
     ),
     Seam(
         purpose="reading the live model",

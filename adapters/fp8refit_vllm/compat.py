@@ -109,6 +109,15 @@ SEAMS = (
         without="use an LLM",
     ),
     Seam(
+        purpose="requests that go on with their KV",
+        names=(
+            *within("vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks(pool) BlockPool().num_gpu_blocks"),
+            *within("vllm.v1.request", "Request().block_hashes Request().num_computed_tokens"),
+            f"{_CORE}.reset_prefix_cache(it,False,False)",
+        ),
+        without='no refit with in_flight="continue"; choose "keep"',
+    ),
+    Seam(
         purpose="an LLM",
         names=within(_LLM, "add_request collective_rpc(it,'',1.0,()) has_unfinished_requests(it) reset_prefix_cache"),
         without="use an AsyncLLM",
