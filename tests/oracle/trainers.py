@@ -155,7 +155,9 @@ class Trainers:
 def _modules(setup: Setup) -> list[str]:
     """What trainers need, and nothing that touches a GPU when it is imported: no fork could use it then."""
     adapters = [point.module for point in entry_points(group="fp8refit.engines")]
-    return ["torch", *(["triton"] if setup.device != "cpu" else []), "fp8refit.bench.shapes", *adapters]
+    # What the first push of a fork would import, for three seconds.
+    late = ["fp8refit_transformers.engine"] if setup.device == "cpu" else ["triton"]
+    return ["torch", *late, "fp8refit.bench.shapes", *adapters]
 
 
 @contextmanager
