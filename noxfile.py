@@ -11,6 +11,7 @@
 - `nox -s docs`: the documentation's site in build/site; a warning or a dead link is an error
 - `nox -s pages`: the site in headless Chromium: nothing is cut, loaded from elsewhere or dead
 - `nox -s fuzz -- --minutes 10`: every fuzzer, with new seeds and more examples until the time is over
+- `nox -s oracle`: servers of both engines are attacked for longer than `tests` does it
 - `nox -s zoo`: every model that an engine names and transformers can make small; writes docs/zoo.md
 - `nox -s matrix`: refits, updates and weight transfer on every version in `MATRIX`; writes benchmarks/results/matrix.json
 - `nox -s seams -- vllm==0.34.0`: whether a new version, not installed, has all that its adapter reaches for
@@ -267,6 +268,29 @@ def fuzz(session: nox.Session) -> None:
     install_core(session)
     session.run("pytest", "tests/test_soak.py", env=ENVIRONMENT | {"FP8REFIT_SOAK": "1000"})
     session.run("python", "-m", "tests.fuzz.run_fuzz", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session(requires=["oracle_vllm", "oracle_sglang"], venv_backend="none")
+def oracle(session: nox.Session) -> None:
+    """Servers of both engines are attacked while they answer, for longer than `tests_vllm` and `tests_sglang` do it."""
+
+
+@nox.session
+def oracle_vllm(session: nox.Session) -> None:
+    """vLLM's."""
+    install_vllm(session)
+    run_oracle(session, "tests/vllm/test_oracle.py")
+
+
+@nox.session
+def oracle_sglang(session: nox.Session) -> None:
+    """SGLang's."""
+    install_sglang(session, max(SGLANG))
+    run_oracle(session, "tests/sglang/test_oracle_stubbed_kernels.py")
+
+
+def run_oracle(session: nox.Session, file: str) -> None:
+    session.run("pytest", file, *session.posargs, env=ENVIRONMENT | {"FP8REFIT_ORACLE": "long"})
 
 
 @nox.session(requires=["zoo_vllm", "zoo_sglang"], venv_backend="none")

@@ -240,8 +240,8 @@ class Campaign:
         return pushed
 
     def _push_poison(self, in_flight: str) -> None:
-        """A bad push, which is refused before it writes, or leaves the server dirty."""
-        poison = self._chance.choice(POISONS)
+        """A bad push, of one kind after the other, which is refused before it writes, or leaves the server dirty."""
+        poison = POISONS[self._tally.poisoned.total() % len(POISONS)]
         way = self._draw(_CHANCES)
         order, was_dirty = self._order(way, in_flight, poison=poison), self._tally.is_dirty
         begin_s = self._steady.begin(order)

@@ -76,6 +76,7 @@ class Copy:
             "PYTHONPATH": os.pathsep.join(paths),
             "PYTHONDONTWRITEBYTECODE": "1",
             "FP8REFIT_FUZZ": "planted",
+            "FP8REFIT_ORACLE": "long",
         }
         code = "import fp8refit, fp8refit_vllm; print(fp8refit.__file__, fp8refit_vllm.__file__, sep='\\n')"
         found = subprocess.run(

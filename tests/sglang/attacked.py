@@ -12,10 +12,13 @@ from tests.oracle.load import Heard
 from tests.oracle.trainers import Setup
 
 SHAPE = "tiny"
-PLAN = Plan(pushes=6, poisoned=5, kills=42, kills_inside=5, seconds=480)
+PLANS = {
+    "short": Plan(pushes=2, poisoned=3, kills=20, kills_inside=2, seconds=480),
+    "long": Plan(pushes=6, poisoned=5, kills=42, kills_inside=5, seconds=480),
+}
 
 
-def run_oracle(work: Path) -> dict:
+def run_oracle(length: str, work: Path) -> dict:
     """A campaign, and what was found."""
     folder = work / "oracle"
     write_config(SHAPE, folder)
@@ -30,5 +33,5 @@ def run_oracle(work: Path) -> dict:
                 else Heard(status)
             )
 
-        *_, found = Campaign(Setup(url=server.url, shape=SHAPE), ask, PLAN).run()
+        *_, found = Campaign(Setup(url=server.url, shape=SHAPE), ask, PLANS[length]).run()
         return found

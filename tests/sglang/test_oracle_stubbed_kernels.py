@@ -2,16 +2,20 @@
 
 import pytest
 
-from tests.oracle.expectations import check
+from tests.oracle.expectations import LENGTH, check
 
+LEAST = {
+    "short": {"pushes": 12, "poisoned": 2, "kills": 2, "kills_inside_the_write": 1},
+    "long": {"pushes": 12, "poisoned": 3, "kills": 4, "kills_inside_the_write": 3},
+}
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(620)]
 
 
 @pytest.fixture(scope="module")
 def found(run_engine):
     """What a campaign found."""
-    return run_engine("oracle", within_s=600)
+    return run_engine("oracle", within_s=600, length=LENGTH)
 
 
 def test_no_answer_is_stale_or_mixed_or_of_a_dirty_server(found):
-    check(found, least={"pushes": 12, "poisoned": 3, "kills": 4, "kills_inside_the_write": 3})
+    check(found, least=LEAST[LENGTH])

@@ -12,10 +12,13 @@ from tests.oracle.load import Heard
 from tests.oracle.trainers import Setup
 
 SHAPE = "tiny"
-PLAN = Plan(pushes=8, poisoned=6, kills=48, kills_inside=8, seconds=480)
+PLANS = {
+    "short": Plan(pushes=2, poisoned=3, kills=24, kills_inside=3, seconds=480),
+    "long": Plan(pushes=8, poisoned=6, kills=48, kills_inside=8, seconds=480),
+}
 
 
-def run_oracle(work: str) -> dict:
+def run_oracle(length: str, work: str) -> dict:
     """A campaign, and what was found."""
     write_config(SHAPE, Path(work))
     os.environ["FP8REFIT_API_KEY"] = KEY
@@ -26,5 +29,5 @@ def run_oracle(work: str) -> dict:
             said = server.complete(prompt, num_tokens)
             return Heard(said["status"], said.get("tokens", ()))
 
-        *_, found = Campaign(Setup(url=server.url, shape=SHAPE), ask, PLAN).run()
+        *_, found = Campaign(Setup(url=server.url, shape=SHAPE), ask, PLANS[length]).run()
         return found
