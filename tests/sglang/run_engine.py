@@ -51,7 +51,7 @@ SCENARIOS = {
     "client": run_client,
     "client fresh": run_client_fresh,
 }
-SPAWNED = ("refits",)
+SPAWNED = ({"name": "refits", "num_ranks": 1}, {"name": "served"})
 """Scenarios with engines whose processes import SGLang anew, as SGLang has it. Those of others are forks, which boot faster."""
 
 
@@ -59,7 +59,8 @@ def main(scenario: Path, result: Path) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(100)  # into the log: what hangs is ended soon after
     asked = json.loads(scenario.read_text())
-    if asked["name"] not in SPAWNED:
+    named = {"name": asked["name"], **asked["arguments"]}
+    if not any(spawned.items() <= named.items() for spawned in SPAWNED):
         multiprocessing.set_start_method("fork", force=True)
         multiprocessing.set_start_method = lambda *_, **__: None
     arguments = asked["arguments"] | {"work": Path(asked["arguments"]["work"])}

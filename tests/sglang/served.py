@@ -2,7 +2,7 @@
 
 import json
 import os
-import subprocess
+import runpy
 import sys
 import threading
 import time
@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from fp8refit import Refitter
 from fp8refit.cli import commands as cli
 from tests.engines.attempts import bad_policy
-from tests.serving import ask, ask_rawly, die, free_port, interrupted, option, read_metrics, run_driver
+from tests.serving import FORK, ask, ask_rawly, die, free_port, interrupted, option, read_metrics, run_driver
 
 START_S = 180
 STUCK_S = 20
@@ -133,7 +133,7 @@ def fail_under_way(server: "Server", family: str) -> dict:
 
 
 class Server:
-    """`sglang.launch_server` on a checkpoint.
+    """`sglang.launch_server` on a checkpoint. Its process is a fork of this one, which has imported SGLang.
 
     Args:
         model: The checkpoint.
@@ -145,19 +145,19 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         asked = settings(model) | {"port": port, "skip_server_warmup": True} | options
         arguments = [option(name, value) for name, value in asked.items()]
-        command = [sys.executable, "-m", "sglang.launch_server", *(part for pair in arguments for part in pair)]
-        self._process = subprocess.Popen(command)
+        self._process = FORK.Process(target=_launch, args=([part for pair in arguments for part in pair],))
 
     def __enter__(self) -> "Server":
+        self._process.start()
         deadline_s = time.monotonic() + START_S
         while ask(self.url + "/health")[0] != 200:
-            assert self._process.poll() is None and time.monotonic() < deadline_s, "the server does not start"
+            assert self._process.is_alive() and time.monotonic() < deadline_s, "the server does not start"
             time.sleep(0.2)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
-        self._process.wait()
+        self._process.join()
 
     def state(self) -> dict:
         """What it says with an empty cache, and SGLang's own checksum of every weight."""
@@ -173,3 +173,8 @@ class Server:
     def post(self, route: str, body: dict) -> tuple[int, Any]:
         """Status and answer."""
         return ask(self.url + route, json.dumps(body))
+
+
+def _launch(arguments: list[str]) -> None:
+    sys.argv = ["sglang.launch_server", *arguments]
+    runpy.run_module("sglang.launch_server", run_name="__main__")
