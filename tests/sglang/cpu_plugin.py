@@ -3,6 +3,8 @@
 `conftest.py` makes the entry point.
 """
 
+import time
+
 
 def register() -> None:
     import cpu_experts
@@ -22,6 +24,9 @@ def register() -> None:
     model_runner.adjust_config_with_unaligned_cpu_tp = _as_padded(model_runner.adjust_config_with_unaligned_cpu_tp)
     kv_cache.is_cache_fp8 = lambda: True  # what no cache is on a CPU: so every family has KV scales
     Scheduler.fp8refit_test_observe = observe
+    if hasattr(Scheduler, "maybe_sleep_on_idle"):
+        # Who waits for a request leaves the core to who makes it: SGLang looks for the next one without a pause.
+        Scheduler.maybe_sleep_on_idle = lambda _: time.sleep(5e-4)
 
 
 def _as_padded(adjust):
