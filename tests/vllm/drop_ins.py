@@ -235,7 +235,7 @@ def try_drop_in(subject: Subject, family: str) -> dict:
         found["ways"][way] = {"loaded": loaded, "same": subject.state() == states[seed]}
     found["placed"] = subject.look("places") == placed
     found["faults"] = {}
-    for way in ("tensor by tensor", "generators", "layerwise"):
+    for way in ("tensor by tensor", "layerwise"):
         for fault in (f"{fault} {place}" for fault in FAULTS for place in range(4)):
             loaded = subject.look("load", family, 2, way, fault)
             one = {"loaded": loaded, "dirty": subject.look("dirty"), "generate": subject.refused(subject.generate)}
