@@ -234,6 +234,17 @@ def test_a_run_does_not_go_on_with_other_settings(grpo, options, other):
         next(make_run(grpo, changed).steps())
 
 
+def test_each_precision_is_run_in_a_process_of_its_own(grpo, options, monkeypatch):
+    commands = []
+    monkeypatch.setattr(
+        grpo.subprocess, "run", lambda command: commands.append(command) or argparse.Namespace(returncode=0)
+    )
+    options.variants = [grpo.Variant.of(text) for text in ("fp8kv+token", "bf16", "fp8kv-stale")]
+    assert grpo.run_apart(["bf16", "fp8kv"], options) == 0
+    asked = [["--variants", "bf16", "--minutes", "inf"], ["--variants", "fp8kv+token,fp8kv-stale", "--minutes", "inf"]]
+    assert [command[-4:] for command in commands] == asked
+
+
 def test_settings_that_an_older_file_lacks_are_not_compared(grpo, options):
     run = {"size": "tiny", "steps": {"step": [1.0, 2.0, 3.0]}}
     (options.out / "grpo.json").write_text(json.dumps({"runs": [run]}))

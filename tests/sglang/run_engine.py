@@ -26,11 +26,17 @@ from updates import run_updates
 from zoo import run_zoo
 
 from tests import rollout_engines
+from tests.engines import scripts
 
 
 def run_rollouts(work: Path) -> dict:
     """Engines of the benchmark of rollouts."""
     return rollout_engines.held_by_both(work / "rollouts", rollout.boot, lambda engine: look(engine, "live_bytes"))
+
+
+def run_script(script: str, arguments: list[str], work: Path) -> dict:
+    """A script of ours or a trainer's."""
+    return scripts.run_script(script, arguments)
 
 
 SCENARIOS = {
@@ -43,6 +49,7 @@ SCENARIOS = {
     "served": run_served,
     "oracle": run_oracle,
     "zoo": run_zoo,
+    "script": run_script,
     "updates": run_updates,
     "precision": run_precision,
     "rollouts": run_rollouts,

@@ -59,6 +59,7 @@ from fp8refit.bench.rollout import _refit
 from fp8refit.bench.rollout_engine import RolloutBoot
 from fp8refit.checkpoint import quantize_checkpoint
 from tests import cross_engine, rollout_engines, zoo_models
+from tests.engines.scripts import run_script
 from tests.tiny_models import add_small_blocks, save_model
 
 
@@ -267,6 +268,7 @@ SCENARIOS = {
     "fresh layout": run_fresh_layout,
     "conformance": run_conformance,
     "zoo": run_zoo,
+    "script": run_script,
     "joined copies": run_joined,
     "packed head": run_packed_head,
     "sinks": run_sinks,
