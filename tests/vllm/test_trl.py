@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.vllm.processes import HERE, run_python, run_scenario
+from tests.vllm.processes import HERE, Starter, run_scenario
 
 pytestmark = [
     pytest.mark.vllm,
@@ -16,17 +16,26 @@ ENVIRONMENT = {"FP8REFIT_TEST_KERNEL": "fp32", "FP8REFIT_QUANTIZATION": "fp8_per
 ON = ENVIRONMENT | {"FP8REFIT_DROP_IN": "1"}
 
 
-def train(environment, folder, *options):
+@pytest.fixture(scope="module")
+def starter(environment, tmp_path_factory):
+    """Of processes that have imported TRL too."""
+    starter = Starter(["vllm.v1.worker.cpu_worker", "trl_steps"], environment, tmp_path_factory.mktemp("starter"))
+    yield starter
+    starter.close()
+
+
+def train(starter, environment, folder, *options):
     folder.mkdir()
-    run_python([HERE / "trl_steps.py", folder, *options], environment, folder, timeout_s=280)
+    asked = {"script": HERE / "trl_steps.py", "arguments": [str(folder), *options]}
+    run_scenario(starter, "script", asked, folder, timeout_s=280, environment=environment)
     return json.loads((folder / "found.json").read_text())
 
 
 @pytest.fixture(scope="module", params=[(), ("sleep",), ("server",)], ids=["awake", "asleep between", "server"])
-def trained(request, environment, starter, tmp_path_factory):
+def trained(request, starter, tmp_path_factory):
     """What TRL's engine held at each step, and what fresh engines hold that boot from the trainer's weights of that step."""
     work = tmp_path_factory.mktemp("trl")
-    found = train(environment | ON, work / "on", *request.param)
+    found = train(starter, ON, work / "on", *request.param)
     fresh = [
         run_scenario(starter, "drop-in fresh", {"work": work / "on", "policy": f"policy-{step}"}, work, timeout_s=100)
         for step in range(len(found["steps"]))
@@ -46,17 +55,17 @@ def test_log_probabilities_move_with_every_step(trained):
     assert len(set(said)) == len(said) == 3
 
 
-def test_without_the_drop_in_the_same_trainer_does_not_get_there(environment, tmp_path):
-    found = train(environment | ENVIRONMENT, tmp_path / "off")
+def test_without_the_drop_in_the_same_trainer_does_not_get_there(starter, tmp_path):
+    found = train(starter, ENVIRONMENT, tmp_path / "off")
     assert found["error"]
     assert not found["steps"]
 
 
 @pytest.fixture(scope="module", params=["1", "2"], ids=["one rank", "two ranks"])
-def failed(request, environment, starter, tmp_path_factory):
+def failed(request, starter, tmp_path_factory):
     """A server that was sent a NaN in one of many buckets, and then a whole policy."""
     work = tmp_path_factory.mktemp("failed")
-    found = train(environment | ON, work / "on", "fault", request.param)
+    found = train(starter, ON, work / "on", "fault", request.param)
     layout = {"1": "multi-process", "2": "core in process"}[request.param]
     asked = {"layout": layout, "model": work / "on" / "policy-2"}
     fresh = run_scenario(starter, "drop-in fresh ranks", asked, work, timeout_s=100).drivers[0]
@@ -76,8 +85,8 @@ def test_it_answers_nobody_until_the_next_policy_heals_it(failed):
     assert failed["steps"][-1]["live"] == failed["fresh"]
 
 
-def test_without_the_drop_in_a_server_takes_nan(environment, tmp_path):
+def test_without_the_drop_in_a_server_takes_nan(starter, tmp_path):
     # Whole policies come out right there: vLLM quantizes what it reloads, if it quantized the engine itself.
-    found = train(environment | ENVIRONMENT, tmp_path / "off", "fault")
+    found = train(starter, ENVIRONMENT, tmp_path / "off", "fault")
     assert [step["version"] for step in found["steps"]] == [None] * 3
     assert "Request failed: 400" in found["error"]  # NaN among the log-probabilities of an answer

@@ -8,13 +8,14 @@ moment as a checkpoint. `fault` is a server whose third policy has a NaN.
 
 import json
 import os
-import subprocess
+import runpy
 import sys
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import cpu_transfer
 import torch
@@ -29,12 +30,13 @@ from vllm import SamplingParams
 from vllm.platforms.cpu import CpuPlatform
 
 import fp8refit
-from tests.serving import free_port
+from tests.serving import FORK, ask, free_port
 from tests.tiny_models import save_model
 
 NUM_STEPS = 3
 PROBE = SamplingParams(max_tokens=4, temperature=0, logprobs=2, detokenize=False, ignore_eos=True)
 PROBED = [(13 * i) % 200 for i in range(24)]
+START_S = 150
 DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -46,6 +48,9 @@ class Colocated:
         if sleeps:
             CpuPlatform.is_sleep_mode_available = lambda _: True
         self.options = {"vllm_mode": "colocate", "vllm_max_model_length": 256, "vllm_enable_sleep_mode": sleeps}
+
+    def wait(self) -> None:
+        """There is no server."""
 
     def look(self, trainer: GRPOTrainer) -> dict:
         llm = trainer.vllm_generation.llm
@@ -66,13 +71,13 @@ class Colocated:
 
 
 class Served:
-    """`trl vllm-serve`, and its client, whose GPU is a stand-in."""
+    """`trl vllm-serve`, and its client, whose GPU is a stand-in. The server is a fork of this process."""
 
     def __init__(self, model: Path, log: Path, num_ranks: int) -> None:
         self._model, self._url = str(model), f"http://127.0.0.1:{free_port()}"
-        command = [sys.executable, "-m", "trl.scripts.vllm_serve", "--model", model, "--host", "127.0.0.1"]
-        command += ["--port", self._url.rpartition(":")[2], "--max_model_len", "256", "--dtype", "bfloat16"]
-        command += [
+        arguments = ["--model", model, "--host", "127.0.0.1"]
+        arguments += ["--port", self._url.rpartition(":")[2], "--max_model_len", "256", "--dtype", "bfloat16"]
+        arguments += [
             "--tensor_parallel_size",
             num_ranks,
             "--enforce_eager",
@@ -89,20 +94,17 @@ class Served:
         (named / "vllm-0.dist-info" / "METADATA").write_text(
             f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm.__version__}+cpu\n"
         )
-        environment = {"FP8REFIT_TEST_TRANSFER": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join([os.environ["PYTHONPATH"], str(named)])
-        environment["VLLM_HOST_IP"] = os.environ["VLLM_HOST_IP"] = "127.0.0.1"
-        self._process = subprocess.Popen(
-            [str(part) for part in command],
-            env=os.environ | environment,
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-        )
+        os.environ["VLLM_HOST_IP"] = "127.0.0.1"
+        self._log = log
+        self._process = FORK.Process(target=_serve, args=(list(map(str, arguments)), named, log))
+        self._process.start()
         cpu_transfer.install()
         init_communicator = VLLMClient.init_communicator
 
         def init_at_a_free_port(client: VLLMClient, device: Any) -> None:
             client.group_port = free_port()  # not before the server has booted, whose ranks listen at many
+            for adapter in client.session.adapters.values():
+                adapter.max_retries.backoff_factor = 0.1  # not 2 seconds, 4, 8: it asks again as often
             init_communicator(client, torch.device("cuda"))
 
         VLLMClient.init_communicator = init_at_a_free_port
@@ -111,6 +113,14 @@ class Served:
             "vllm_server_base_url": self._url,
             "vllm_server_timeout": 150.0,
         }
+
+    def wait(self) -> None:
+        """Until it takes requests: TRL's client doubles the time after which it looks again, up to 32 seconds."""
+        deadline_s = time.monotonic() + START_S
+        while ask(self._url + "/health")[0] != 200:
+            if not self._process.is_alive() or time.monotonic() > deadline_s:
+                raise RuntimeError(f"the server does not start\n{self._log.read_text()[-6000:]}")
+            time.sleep(0.2)
 
     def look(self, _: GRPOTrainer) -> dict:
         asked = {"model": self._model, "prompt": PROBED, "max_tokens": 4, "temperature": 0, "logprobs": 2}
@@ -139,7 +149,27 @@ class Served:
 
     def close(self, _: GRPOTrainer) -> None:
         self._process.terminate()
-        self._process.wait(30)
+        self._process.join(30)
+
+
+def _serve(arguments: list[str], named: Path, log: Path) -> None:
+    """TRL's command becomes vLLM's own: not by another program, which would import vLLM anew."""
+
+    def become(_: str, command: list[str], environment: dict[str, str]) -> None:
+        os.environ.update(environment)
+        module = command.index("-m") + 1
+        sys.argv = command[module:]
+        runpy.run_module(command[module], run_name="__main__")
+
+    with log.open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ |= {"FP8REFIT_TEST_TRANSFER": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.environ["PYTHONPATH"], str(named)])
+    sys.path.append(str(named))
+    sys.argv = ["trl.scripts.vllm_serve", *arguments]
+    with patch.object(os, "execve", become):
+        runpy.run_module("trl.scripts.vllm_serve", run_name="__main__")
 
 
 class Fault(TrainerCallback):
@@ -202,6 +232,7 @@ def main(folder: Path, how: str = "", num_ranks: str = "1") -> None:
     )
     prompts = Dataset.from_dict({"prompt": ["one two", "three", "four five six", "seven"] * 4})
     fault = Fault() if how == "fault" else None
+    place.wait()
     trainer = GRPOTrainer(
         model=str(folder / "model"),
         reward_funcs=reward,
