@@ -78,10 +78,15 @@ ATTEMPTS = [
 
 
 def verdict(sent_s, heard_s, *policies, status=200, num_asked=None, other=None, version=None):
-    tokens = [policy * WIDTH + (NUM_POLICIES + 1 if other is None else other) for policy in policies]
+    said = [(policy, other) for policy in policies]
+    return verdict_on(ATTEMPTS, sent_s, heard_s, said, status=status, num_asked=num_asked, version=version)
+
+
+def verdict_on(attempts, sent_s, heard_s, said, *, status=200, num_asked=None, version=None):
+    tokens = [policy * WIDTH + (NUM_POLICIES + 1 if other is None else other) for policy, other in said]
     num_asked = len(tokens) if num_asked is None else num_asked
     answer = Answer(sent_s=sent_s, heard_s=heard_s, status=status, tokens=tokens, num_asked=num_asked, version=version)
-    return Judge(BANDS, ATTEMPTS).verdict(answer)[0]
+    return Judge(BANDS, attempts).verdict(answer)[0]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +120,41 @@ def verdict(sent_s, heard_s, *policies, status=200, num_asked=None, other=None, 
 )
 def test_what_is_said_when(sent_s, heard_s, said, kind):
     assert verdict(sent_s, heard_s, *said) == kind
+
+
+# Policy 1 is served from second 1; requests go on with their KV under 2 from 12 and 3 from 22, and are kept for 4 from 32.
+GOING_ON = [
+    Attempt(
+        policy=policy, in_flight=mode, begin_s=10 * policy - 9, end_s=10 * policy - 8, outcome="served", version=policy
+    )
+    for policy, mode in ((1, "wait"), (2, "continue"), (3, "continue"), (4, "keep"))
+]
+
+
+@pytest.mark.parametrize(
+    ("sent_s", "heard_s", "said", "kind"),
+    [
+        (10, 14, [(1, None), (2, 1)], "of_two_across_continue"),
+        (10, 14, [(2, 1), (2, 1)], "of_two_across_continue"),
+        (10, 24, [(1, None), (3, 1)], "of_two_across_continue"),
+        (10, 24, [(1, None), (2, 1), (3, 2)], "of_two_across_continue"),
+        (10, 24, [(2, 1), (1, None)], "stale"),
+        (10, 14, [(1, 2)], "mixed"),
+        (13, 14, [(2, 1)], "mixed"),
+        (20, 24, [(3, 1)], "mixed"),
+        (20, 34, [(2, None), (4, None)], "of_two_across_keep"),
+        (20, 34, [(3, 2), (4, None)], "of_two_across_continue"),
+        (20, 34, [(3, 2), (4, 3)], "mixed"),
+    ],
+)
+def test_keys_and_values_of_an_older_policy_show_only_where_requests_went_on_with_theirs(sent_s, heard_s, said, kind):
+    assert verdict_on(GOING_ON, sent_s, heard_s, said) == kind
+
+
+def test_a_version_may_be_ahead_of_the_last_token_where_requests_went_on():
+    assert verdict_on(GOING_ON, 10, 14, [(1, None)], version="2") == "of_one"
+    assert verdict_on(GOING_ON, 20, 34, [(3, 2)], version="4") == "misnamed"
+    assert verdict_on(GOING_ON, 10, 14, [(2, None)], version="1") == "misnamed"
 
 
 def test_a_part_of_another_policy_is_a_mixture():

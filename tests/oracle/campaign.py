@@ -20,7 +20,7 @@ _AIMED: dict[Way, int] = {"broadcast": 1, "stream": 2}
 """Where a write needs its trainer to the end. One that maps its memory is only waited for: a server that has the order goes
 through with it."""
 POISONS: tuple[Poison, ...] = ("nan", "shape", "name")
-IN_FLIGHT = ("wait", "keep")
+IN_FLIGHT = ("wait", "keep", "continue")
 _PAUSE_S = 0.02
 _SOONER = 0.9
 """How much, after a kill that was meant for a write came after it."""
@@ -31,10 +31,10 @@ _SLOW_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How much is done. Both modes of `in_flight` get half of it.
+    """How much is done. Each mode of `in_flight` gets its share.
 
     Args:
-        pushes: Good ones, beside those that heal, and two by every way at the beginning of each half.
+        pushes: Good ones, beside those that heal, and two by every way at the beginning of each share.
         poisoned: Bad ones.
         kills: Trainers that are killed.
         kills_inside: Kills between the first byte and the commit, after which the campaign goes no further; 0 for all kills.

@@ -25,6 +25,6 @@ def check(found: Mapping[str, Any], *, least: Mapping[str, int]) -> None:
     )
     assert found["policies_with_several_fingerprints"] == 0
     assert {name: found[name] for name in least if found[name] < least[name]} == {}, json.dumps(found, indent=1)
-    for kind in ("of_one", "of_two_across_keep", "refused"):
+    for kind in ("of_one", "of_two_across_keep", "of_two_across_continue", "refused"):
         assert judged.get(kind, 0), f"no answer is {kind}: {judged}"
     assert found["pushes_that_healed"] >= found["kills_inside_the_write"] / 2, found

@@ -3,13 +3,16 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from functools import partial
+from itertools import groupby, pairwise, starmap, takewhile
 from typing import Literal
 
 from tests.oracle.bands import Bands
 
 Outcome = Literal["served", "kept", "dirty"]
 """Of an attempt: its policy is served; what was served before still is, whole; or the server refuses requests."""
+FREEZES = ("keep", "continue")
+"""Modes that leave a request an answer of two policies. After `continue`, KV of the older ones is behind its tokens too."""
 VIOLATIONS = ("stale", "mixed", "while_dirty", "foreign", "misnamed", "failed")
 _NUM_EXAMPLES = 20
 
@@ -73,14 +76,19 @@ class Judge:
         if self._dirty_throughout(answer):
             return "while_dirty", f"{list(answer.tokens)[:8]}"
         said = [self._bands.read(token) for token in answer.tokens]
-        if any(each.other is not None for each in said):
+        goes_on = partial(self._goes_on, self._served(answer))
+        met = [(each.other, each.policy) for each in said if each.other is not None]
+        if not all(starmap(goes_on, met)):
             return "mixed", f"{[(each.policy, each.other) for each in said]}"
         policies = [policy for policy, _ in groupby(each.policy for each in said)]
         if wrong := self._wrong_order(answer, policies):
             return wrong
         named = self._versions.get(int(answer.version)) if (answer.version or "").isdecimal() else None
-        if policies and named is not None and named != policies[-1]:
+        # SGLang hands out a token only after it has prepared the next one: after a refit, if requests go on.
+        if policies and named is not None and named != policies[-1] and not goes_on(policies[-1], named):
             return "misnamed", f"version {answer.version} is policy {named}, tokens are of {policies}"
+        if met:
+            return "of_two_across_continue", ""
         if len(policies) > 1:
             return "of_two_across_keep", ""
         if len(said) < answer.num_asked:
@@ -107,9 +115,17 @@ class Judge:
             places.append(found)
             place = found + 1
         for first, last in pairwise(places):
-            if any(each.in_flight != "keep" for each in served[first + 1 : last + 1]):
+            if any(each.in_flight not in FREEZES for each in served[first + 1 : last + 1]):
                 return "mixed", f"{policies} across a push that keeps no requests"
         return None
+
+    def _goes_on(self, served: Sequence[Attempt], old: int, new: int) -> bool:
+        """Whether KV of a policy may be behind tokens of another: across pushes after which requests went on with theirs."""
+        for place, attempt in enumerate(served):
+            later = takewhile(lambda each: each.in_flight == "continue", served[place + 1 :])
+            if attempt.policy == old and any(each.policy == new for each in later):
+                return True
+        return False
 
     def _served(self, answer: Answer) -> list[Attempt]:
         """The policies that were served while a request was with the server, in their order."""

@@ -13,7 +13,7 @@ from tests.oracle.trainers import Setup
 
 SHAPE = "tiny"
 PLANS = {
-    "short": Plan(pushes=2, poisoned=3, kills=20, kills_inside=2, seconds=480),
+    "short": Plan(pushes=3, poisoned=3, kills=21, kills_inside=2, seconds=480),
     "long": Plan(pushes=6, poisoned=5, kills=42, kills_inside=5, seconds=480),
 }
 

@@ -13,7 +13,7 @@ from tests.oracle.trainers import Setup
 
 SHAPE = "tiny"
 PLANS = {
-    "short": Plan(pushes=2, poisoned=3, kills=24, kills_inside=3, seconds=480),
+    "short": Plan(pushes=3, poisoned=3, kills=24, kills_inside=3, seconds=480),
     "long": Plan(pushes=8, poisoned=6, kills=48, kills_inside=8, seconds=480),
 }
 
