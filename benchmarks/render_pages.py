@@ -54,9 +54,9 @@ REFITS = {
     "sglang": "bench_refit_sglang_outside_qwen3-8b_h200.json",
     "broadcast": "bench_refit_vllm_broadcast_qwen3-8b_h200.json",
     "server": "bench_refit_vllm_server_qwen3-8b_h200.json",
-    "waiting server": "bench_refit_vllm_server_wait_qwen3-8b_h200.json",
 }
 """Results of `fp8refit bench refit` that pages beside docs/benchmarks.md show."""
+SERVERS = "bench_refit_*_server_*.json"
 OLD = "†"
 """Marks rows of earlier code."""
 INTERLEAVED = "interleaved_*.json"
@@ -142,8 +142,10 @@ def render() -> dict[str, dict[str, str]]:
         },
         "docs/speed.md": {"interleaved": render_interleaved(_read_all(INTERLEAVED))},
         "docs/servers.md": {
-            "servers": render_servers([refits[name] for name in SERVERS])
-            + render_ages(_as_read(refits, name) for name in SERVERS),
+            "servers": render_servers(
+                [RefitBenchResult.model_validate_json(file.read_bytes()) for file in sorted(RESULTS.glob(SERVERS))]
+            )
+            + render_ages(_read_all(SERVERS)),
             "oracle": render_oracle(oracle) + render_ages(oracle),
         },
     }
@@ -170,7 +172,7 @@ def highlights(refits: dict[str, RefitBenchResult]) -> list[Row]:
     assert clients is not None
     failed = f"{clients.failed} of {clients.requests} requests failed"
     reload = "vLLM's `reload_weights`: {:.0f} ms"
-    vllm, elsewhere, experts, sglang, sent, served, _ = (_as_read(refits, name) for name in REFITS)
+    vllm, elsewhere, experts, sglang, sent, served = (_as_read(refits, name) for name in REFITS)
 
     def ms(name: str, way: str) -> float:
         return refits[name].other(way).wall_ms.median
@@ -775,7 +777,6 @@ TRANSFERS = (
 PUSHES = (OURS, "broadcast", "broadcast-1gib", "broadcast-bf16", "nccl")
 SGLANGS = (OURS, "update_weights_from_tensor-512mib", "update_weights_from_tensor-2gib")
 """Ways that pages show, in their order."""
-SERVERS = ("server", "waiting server")
 STANDSTILL = ("flush", "transfer", "fill", "verify", "resume")
 """Phases in which a server answers nothing."""
 
@@ -892,8 +893,9 @@ def render_servers(servers: list[RefitBenchResult]) -> str:
     return (
         f"A server of the Qwen3-8B shape on one {servers[0].gpu}, {servers[0].config.clients} clients that ask without a "
         f"break, and a trainer on another GPU, which broadcasts FP8; {versions}. With `wait` a push lets requests finish; "
-        "with `keep` they continue afterwards. Medians. *Standstill* is the time from the flush of the caches to the "
-        "resumption. Requests are all of the benchmark's, in which three refits by mapped memory follow each push.\n\n"
+        "with `keep` they continue afterwards, with `continue` without computing their KV again. Medians. "
+        "*Standstill* is the time from the flush of the caches to the resumption. Requests are all of the benchmark's, in "
+        "which three refits by mapped memory follow each push.\n\n"
         "| | `in_flight` | pushes | requests meanwhile | push | standstill |\n| --- | --- | ---: | ---: | ---: | ---: |\n"
         f"{''.join(rows)}\nTo measure again:\n\n```bash\n{commands}\n```\n"
     )

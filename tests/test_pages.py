@@ -87,7 +87,7 @@ def rows_of(said):
 
 def test_each_row_of_the_readmes_table_is_from_its_own_result():
     said = highlights(**of_code(code.hash_parts(code.PARTS)))
-    vllm, elsewhere, experts, sglang, sent, served, _ = map(read, RENDERER.REFITS.values())
+    vllm, elsewhere, experts, sglang, sent, served = map(read, RENDERER.REFITS.values())
     measured = [vllm["plan_fill_verify_ms"]["median"], sglang["wall_ms"]["median"]]
     measured += [median_of(sent, "broadcast"), median_of(served, "broadcast"), median_of(vllm, "drop-in-tensors")]
     measured += [median_of(experts, way) for way in ("update-2gib", "generator")]

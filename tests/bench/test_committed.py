@@ -7,12 +7,17 @@ from fp8refit.bench.engine import Loads
 from tests.test_pages import RENDERER
 
 REFITS = RENDERER.read_refits()
+SERVERS = {
+    file.stem: RefitBenchResult.model_validate_json(file.read_bytes())
+    for file in sorted(RENDERER.RESULTS.glob(RENDERER.SERVERS))
+}
 MIB = 1 << 20
 OWN = ("reload_weights", "load_weights-tensors")
 """Ways that quantize by the engine's own arithmetic."""
 HERE = {name: found for name, found in REFITS.items() if found.config.gpu is None}
 """Those with trainer and engine on one GPU."""
-each = pytest.mark.parametrize("found", REFITS.values(), ids=REFITS)
+ALL = REFITS | SERVERS
+each = pytest.mark.parametrize("found", ALL.values(), ids=ALL)
 
 
 @pytest.mark.parametrize("found", HERE.values(), ids=HERE)
@@ -55,9 +60,9 @@ def test_fp8_on_the_wire_is_faster_than_bf16_and_near_nccl_alone():
     assert ms["broadcast-bf16"] >= 1.4 * ms["broadcast"]
 
 
-@pytest.mark.parametrize("name", RENDERER.SERVERS)
+@pytest.mark.parametrize("name", SERVERS)
 def test_no_request_of_a_server_fails(name):
-    clients = REFITS[name].clients
+    clients = SERVERS[name].clients
     assert clients is not None and clients.requests >= 32 and clients.failed == 0
 
 
