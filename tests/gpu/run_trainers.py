@@ -59,6 +59,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.steps <= NUM_WARM_UP:
         parser.error(f"--steps {args.steps}: the first {NUM_WARM_UP} are not counted; ask for more")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and `run_way` ends what it began, which would go on
     with tempfile.TemporaryDirectory(prefix="fp8refit-synced-") as folder:
         found = {way: run_way(way, Path(folder), args) for way in WAYS}
     synced = found["drop-in"]["steps"]
