@@ -115,6 +115,7 @@ SEAMS = (
             f"{_IO}.PauseGenerationReqInput(mode='in_place')",
             f"{_IO}.TokenizedGenerateReqInput.extra_key",
             f"{_MANAGERS}.schedule_batch.Req().extra_key",
+            f"{_MANAGERS}.scheduler.Scheduler()._engine_paused",
         ),
         without='no refit with in_flight="continue"; choose "keep"',
     ),

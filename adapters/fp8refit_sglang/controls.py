@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from fp8refit.config import RefitConfig
-from fp8refit.driver.admission import refusal, still_running
+from fp8refit.driver.admission import cannot_continue, refusal, still_running
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit_sglang.apart import why_not
 from fp8refit_sglang.compat import call_for
@@ -163,7 +163,7 @@ class TokenizerControls:
     def _check_continues(self) -> None:
         """Check that KV of running requests can be kept from others; see `apart`."""
         if (why := why_not(self._manager.server_args)) is not None:
-            raise UnsupportedEngineError(f'in_flight="continue": {why}; choose "keep", which computes the KV anew')
+            raise cannot_continue(why)
 
     async def _pause(self, *, is_in_place: bool = False) -> None:
         """Stop the schedulers. Running requests stay in place, or go back to the queue, and their KV is recomputed later."""

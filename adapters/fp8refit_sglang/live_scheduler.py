@@ -164,6 +164,11 @@ class Scheduler:
     def _runner(self) -> Any:
         return self._scheduler.tp_worker.model_runner
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether somebody paused generation: nothing runs until it continues."""
+        return bool(self._scheduler._engine_paused)
+
     def set_apart(self) -> None:
         """Let running requests go on with their KV, and no request share it that begins later.
 

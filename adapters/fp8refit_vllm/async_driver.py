@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from fp8refit.config import RefitConfig
-from fp8refit.driver.admission import still_running
+from fp8refit.driver.admission import cannot_continue, still_running
 from fp8refit.driver.engine import Driver
-from fp8refit.errors import EngineLostError, RankFailedError, RefitError, UnsupportedEngineError
+from fp8refit.errors import EngineLostError, RankFailedError, RefitError
 from fp8refit.remote.protocol.channel import Answers, Channel, send_in_turn
 from fp8refit.transport.running import begun
 from fp8refit_vllm.compat import token_ids
 from fp8refit_vllm.core import CORE_METHOD, SET_APART_METHOD, Outcome
-from fp8refit_vllm.core_compat import pause_generation, until_answered
+from fp8refit_vllm.core_compat import pause_generation, until_answered, why_not_apart
 from fp8refit_vllm.driver import (
     channel_lost,
     error_of,
@@ -98,15 +98,11 @@ class AsyncDriver(Driver, Channel):
 
     def _check_continues(self) -> None:
         """Check that KV of running requests can be kept from others; see `set_apart_in_core`."""
-        if has_connector(self.config):
-            why = "this engine's KV connector gives blocks of the old policy to later requests"
-        elif getattr(getattr(self.config, "aux_output_config", None), "enabled", False):
-            why = "outputs such as routed experts are kept by block of KV"
-        elif self._method != PLUGIN_METHOD or not hasattr(self._llm.engine_core, "call_utility_async"):
-            why = "the engine core has not loaded fp8refit's plugin"
-        else:
-            return
-        raise UnsupportedEngineError(f'in_flight="continue": {why}; choose "keep", which computes the KV anew')
+        why = why_not_apart(self.config)
+        if self._method != PLUGIN_METHOD or not hasattr(self._llm.engine_core, "call_utility_async"):
+            why = why or "the engine core has not loaded fp8refit's plugin"
+        if why is not None:
+            raise cannot_continue(why)
 
     @override
     async def resume(self) -> None:

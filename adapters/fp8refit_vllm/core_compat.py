@@ -208,10 +208,19 @@ class _StepFunction:
             self._call(core)
 
 
-def drop_core_caches(core: Any) -> bool:
-    """Drop all caches of an engine core; KV of running requests is recomputed. Returns whether that succeeded."""
+def why_not_apart(config: Any) -> str | None:
+    """Why KV of running requests cannot be kept from others, if it stays; None if it can."""
+    if config.kv_transfer_config is not None:
+        return "this engine's KV connector gives blocks of the old policy to later requests"
+    if getattr(getattr(config, "aux_output_config", None), "enabled", False):
+        return "outputs such as routed experts are kept by block of KV"
+    return None
+
+
+def drop_core_caches(core: Any, *, continues: bool = False) -> bool:
+    """Drop all caches of an engine core; KV of running requests is recomputed, or set apart. Returns whether that succeeded."""
     has_connector = core.vllm_config.kv_transfer_config is not None
-    if not core.reset_prefix_cache(True, has_connector):
+    if not (set_apart_in_core(core) if continues else core.reset_prefix_cache(True, has_connector)):
         return False
     if core.vllm_config.model_config.is_multimodal_model:
         core.reset_mm_cache()

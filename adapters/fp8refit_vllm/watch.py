@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
+from fp8refit.driver.admission import cannot_continue
 from fp8refit.transport.memory.segment import Segment
 from fp8refit.transport.shared_flag import SharedFlag
 from fp8refit_vllm.core_compat import (
@@ -18,6 +19,7 @@ from fp8refit_vllm.core_compat import (
     publish_in_core,
     refuse_in_core,
     skip_unread_replies,
+    why_not_apart,
 )
 from fp8refit_vllm.drop_in import call_and_look, options_of
 
@@ -37,16 +39,20 @@ def watch(core: Any) -> None:
         Exception: It cannot, and the drop-in is asked for.
     """
     skip_unread_replies(core)
+    options = options_of(core.vllm_config)
+    continues = options.in_flight == "continue"
+    if continues and (why := why_not_apart(core.vllm_config)) is not None:
+        raise cannot_continue(why)
     try:
         answers = core.collective_rpc(FLAG_METHOD, _ASKING_S)
         flags = [SharedFlag.find(Segment.model_validate_json(answer)) for answer in answers]
     except Exception as error:  # whatever a worker raises; vLLM wraps it
-        if options_of(core.vllm_config).is_asked:
+        if options.is_asked:
             raise
         logger.warning("fp8refit does nothing in this engine: %s: %s", type(error).__name__, error)
         return
-    core.step_fn = Watch(core, flags, core.step_fn).step
-    if options_of(core.vllm_config).drop_in:
+    core.step_fn = Watch(core, flags, core.step_fn, continues=continues).step
+    if options.drop_in:
         core.collective_rpc = _looking(core.collective_rpc)
 
 
@@ -68,10 +74,13 @@ class Watch:
         core: The engine core.
         flags: One flag per rank.
         step: The core's own step function.
+        continues: Whether requests go on with their KV.
     """
 
-    def __init__(self, core: Any, flags: list[SharedFlag], step: Callable[[], StepOutputs]) -> None:
-        self._core, self._flags, self._step = core, flags, step
+    def __init__(
+        self, core: Any, flags: list[SharedFlag], step: Callable[[], StepOutputs], *, continues: bool = False
+    ) -> None:
+        self._core, self._flags, self._step, self._continues = core, flags, step, continues
         self._num_drops = [flag.num_drops for flag in flags]
 
     def step(self) -> StepOutputs:
@@ -86,7 +95,7 @@ class Watch:
         num_drops = [flag.num_drops for flag in self._flags]
         if num_drops == self._num_drops:
             return None
-        if not drop_core_caches(self._core):
+        if not drop_core_caches(self._core, continues=self._continues):
             return STAY
         publish_in_core(self._core, self._flags[0].version)
         self._num_drops = num_drops

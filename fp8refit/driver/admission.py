@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
-from fp8refit.errors import CacheFlushError, EngineBusyError, EngineDirtyError
+from fp8refit.errors import CacheFlushError, EngineBusyError, EngineDirtyError, UnsupportedEngineError
 
 
 def refusal(reason: str) -> EngineDirtyError:
@@ -27,6 +27,11 @@ def still_running(count: int, timeout_s: float) -> EngineBusyError:
         f"{count} request(s) did not finish within {timeout_s:g} s and keep running. Refit later, wait longer (timeout_s), or "
         'choose in_flight="abort" or "keep"'
     )
+
+
+def cannot_continue(why: str) -> UnsupportedEngineError:
+    """The error for an engine whose requests cannot go on with their KV."""
+    return UnsupportedEngineError(f'in_flight="continue": {why}; choose "keep", which computes the KV anew')
 
 
 def cache_kept(cache: str, holders: str, *, said: str = "") -> CacheFlushError:

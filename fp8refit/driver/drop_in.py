@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, Self, TypeVar
 
 import torch
-from pydantic import BaseModel, field_validator
+from pydantic import BaseModel, field_validator, model_validator
 from torch import Tensor
 
 from fp8refit.config import ReadRename, RefitConfig
@@ -40,15 +40,16 @@ from fp8refit.errors import (
     UnsupportedEngineError,
     prefixes_for,
 )
-from fp8refit.fill.plan import why_unknown
+from fp8refit.fill.plan import is_any_of, why_unknown
 from fp8refit.fill.ties import tie_problem
+from fp8refit.live.names import is_kv_scale
 from fp8refit.live.slots import SOURCE_DTYPES
 from fp8refit.live.storage import has_memory
 from fp8refit.live.turn import DisplacedError, Turn
 from fp8refit.ranks.rank import Rank
 from fp8refit.report import RefitReport
 from fp8refit.sources.pairs import named
-from fp8refit.sources.renamed import Names, also_as_sent, why_one
+from fp8refit.sources.renamed import NO_SCALES, Names, also_as_sent, why_one
 from fp8refit.transport.running import run
 
 P = ParamSpec("P")
@@ -78,6 +79,17 @@ class DropInOptions(BaseModel, frozen=True, extra="forbid"):
     """`FP8REFIT_IGNORE`: comma-separated patterns of what the trainer sends too much."""
     rename: ReadRename = None
     """`FP8REFIT_RENAME`: how the trainer's names become the engine's; `OLD=NEW` for each prefix, with commas between."""
+    in_flight: Literal["keep", "continue"] = "keep"
+    """`FP8REFIT_IN_FLIGHT`: whether KV of requests that a trainer froze is computed again, or stays; see
+    `RefitConfig.in_flight`."""
+
+    @model_validator(mode="after")
+    def _check_scales_stay(self) -> Self:
+        if self.in_flight == "continue" and self.calibration is not None:
+            raise ValueError(
+                "in_flight=continue keeps KV of the old scales: leave out calibration, or set in_flight=keep"
+            )
+        return self
 
     @property
     def is_asked(self) -> bool:
@@ -141,6 +153,7 @@ class DropIn:
         self.owner, self._rank, self._logger = owner, rank, logger
         self._config = RefitConfig(keep=options.keep, ignore=options.ignore)
         self._names = Names.of(options.rename)
+        self._has_old_kv, self._is_ignored = options.in_flight == "continue", is_any_of(options.ignore)
         self._sent: dict[str, str] = {}
         """Under which of the trainer's names each of the engine's came last, if it has others."""
         self._calibration = options.read_calibration()
@@ -221,6 +234,8 @@ class DropIn:
         try:
             for sent, _, tensor in named(pairs):
                 name = sent if self._names is None else self._named(sent)
+                if self._has_old_kv and is_kv_scale(name) and not self._is_ignored(name):
+                    raise InvalidSourceError([f"{name}: {NO_SCALES}"])
                 came.add(name)
                 self._take(name, tensor)
                 if not are_together:

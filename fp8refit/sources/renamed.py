@@ -15,7 +15,7 @@ from fp8refit.live.slots import SCALE_SUFFIX, TensorMeta
 from fp8refit.sources.row_runs import AnyRun, InPieces, MakesPieces
 from fp8refit.sources.source import MappingSource, PushedSource, RandomAccess, Source
 
-_NO_SCALES = 'KV of the old scales stays in use with in_flight="continue"; leave it out (ignore=), or choose "keep"'
+NO_SCALES = 'KV of the old scales stays in use with in_flight="continue"; leave it out (ignore=), or choose "keep"'
 
 
 class Names(dict[str, str]):
@@ -141,7 +141,7 @@ def without_scales(source: Source, is_ignored: Callable[[str], bool]) -> Source:
         if scanned is None:
             return RenamedSource(source, _NamesWithoutScales(is_ignored))
         names = scanned[0]
-    if problems := [f"{name}: {_NO_SCALES}" for name in names if is_kv_scale(name) and not is_ignored(name)]:
+    if problems := [f"{name}: {NO_SCALES}" for name in names if is_kv_scale(name) and not is_ignored(name)]:
         raise InvalidSourceError(problems)
     return source
 
@@ -153,7 +153,7 @@ class _NamesWithoutScales(Names):
 
     def __missing__(self, name: str) -> str:
         if is_kv_scale(name) and not self._is_ignored(name):
-            raise InvalidSourceError([f"{name}: {_NO_SCALES}"])
+            raise InvalidSourceError([f"{name}: {NO_SCALES}"])
         return super().__missing__(name)
 
 

@@ -1084,6 +1084,7 @@ def simulate(monkeypatch):
         ({}, None, {"drop_in": False, "keep": ()}),
         ({"FP8REFIT_DROP_IN": "1"}, None, {"drop_in": True}),
         ({"FP8REFIT_DROP_IN": "0", "FP8REFIT_KEEP": "*norm*,a.b"}, {}, {"drop_in": False, "keep": ("*norm*", "a.b")}),
+        ({"FP8REFIT_IN_FLIGHT": "continue"}, None, {"in_flight": "continue"}),
         ({"FP8REFIT_IGNORE": "critic.*"}, {}, {"ignore": ("critic.*",)}),
         ({"FP8REFIT_RENAME": "actor.=,a.b.=a."}, {}, {"rename": (("actor.", ""), ("a.b.", "a."))}),
         ({"FP8REFIT_RENAME": "actor.="}, {"rename": ["a.", "b."]}, {"rename": (("a.", "b."),)}),
@@ -1094,6 +1095,16 @@ def simulate(monkeypatch):
 def test_options_come_from_the_environment_and_from_the_engine(environment, options, expected):
     read = DropInOptions.read(environment, options)
     assert {name: getattr(read, name) for name in expected} == expected
+
+
+def test_kv_scales_do_not_come_with_requests_that_go_on_with_their_kv():
+    site = Site(in_flight="continue")
+    policy = site.cluster.make_policy(3)
+    for error in site.load([(NORM, policy[NORM]), (K_SCALE, torch.tensor(0.5))])[0]:
+        assert isinstance(error, InvalidSourceError)
+        assert f'{K_SCALE}: KV of the old scales stays in use with in_flight="continue"' in str(error)
+    site.load_policy({NORM: policy[NORM]} | policy, size=99)
+    site.assert_holds(policy, 1)
 
 
 def test_a_trainers_own_names_become_the_engines():
@@ -1119,7 +1130,16 @@ def test_two_names_that_become_one_are_named():
     site.assert_holds(policy, 1)
 
 
-@pytest.mark.parametrize("options", [{"drop_inn": True}, {"drop_in": "perhaps"}, {"rename": "actor."}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"drop_inn": True},
+        {"drop_in": "perhaps"},
+        {"rename": "actor."},
+        {"in_flight": "wait"},
+        {"calibration": "ids.json", "in_flight": "continue"},
+    ],
+)
 def test_wrong_options_are_errors(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         DropInOptions.read({}, options)

@@ -21,7 +21,7 @@ from fresh import run_fresh
 from latent import run_latent
 from precision_runs import run_precision
 from refits import run_refits
-from served import run_served
+from served import run_drop_in_going_on, run_served
 from updates import run_updates
 from zoo import run_zoo
 
@@ -47,6 +47,7 @@ SCENARIOS = {
     "latent": run_latent,
     "conformance": run_conformance,
     "served": run_served,
+    "drop-in going on": run_drop_in_going_on,
     "oracle": run_oracle,
     "zoo": run_zoo,
     "script": run_script,

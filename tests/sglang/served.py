@@ -6,6 +6,7 @@ import runpy
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,9 @@ def run_served(family: str, work: Path) -> dict:
         found["other"] = server.state()
         refitter.refit(make_policy(family, 2))
         found["again"] = server.state()
-        found["continued"] = go_on(server, family)
+        found["continued"] = go_on(
+            server, lambda: Refitter(server.url, in_flight="continue").refit(make_policy(family, 1)).num_interrupted
+        )
         refitter.refit(make_policy(family, 2))
         found["kept"] = keep(server, refitter, family)
         refitter.refit(make_policy(family, 2))
@@ -95,7 +98,22 @@ def keep(server: "Server", refitter: Refitter, family: str) -> dict:
     }
 
 
-def go_on(server: "Server", family: str) -> dict:
+def run_drop_in_going_on(family: str, work: Path) -> dict:
+    """A trainer that knows nothing of fp8refit pauses requests in place, and loads another policy from files."""
+    os.environ |= {"FP8REFIT_DROP_IN": "1", "FP8REFIT_IN_FLIGHT": "continue"}
+
+    def load() -> dict:
+        server.post("/pause_generation", {"mode": "in_place"})
+        asked = {"model_path": str(bf16_of(family, 2, work)), "flush_cache": False}
+        _, said = server.post("/update_weights_from_disk", asked)
+        server.post("/continue_generation", {})
+        return said
+
+    with Server(fp8_of(family, 1, work)) as server:
+        return go_on(server, load)
+
+
+def go_on(server: "Server", refit: Callable[[], Any]) -> dict:
     """Refit while a request runs, which goes on with its KV; then others that begin as it did."""
     ended: list[Any] = []
 
@@ -105,14 +123,14 @@ def go_on(server: "Server", family: str) -> dict:
     running = threading.Thread(target=generate)
     running.start()
     time.sleep(1)
-    report = Refitter(server.url, in_flight="continue").refit(make_policy(family, 1))
+    refitted = refit()
     running.join()
     prompts = [PROMPTS[0], PROMPTS[0] + ended[0][:-1]]
     later = [server.post("/generate", {"input_ids": prompt, **ASKED})[1] for prompt in prompts]
     server.post("/flush_cache", {})
     alone = [server.post("/generate", {"input_ids": prompt, **ASKED})[1] for prompt in prompts]
     return {
-        "num_interrupted": report.num_interrupted,
+        "refitted": refitted,
         "length": len(ended[0]),
         "num_cached": [body["meta_info"]["cached_tokens"] for body in later],
         "num_cached_alone": [body["meta_info"]["cached_tokens"] for body in alone],

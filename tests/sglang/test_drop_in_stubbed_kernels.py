@@ -51,6 +51,14 @@ def test_all_that_was_wrapped_is_given_back(found):
         assert [name for name in removed if not name.startswith("updates.")] == []
 
 
+def test_a_request_that_a_trainer_pauses_in_place_shares_its_cache_with_no_later_one(run_engine):
+    found = run_engine("drop-in going on", family="qwen3")
+    assert found["refitted"]["success"], found["refitted"]
+    assert found["length"] == 200
+    assert found["num_cached"] == found["num_cached_alone"]
+    assert found["later"] == found["alone"]
+
+
 def test_without_the_drop_in_nothing_is_touched_and_the_same_calls_do_not_refit(run_engine):
     off = run_engine("drop-in off", family="qwen3", num_ranks=1)
     assert off["traces"] == [[]]

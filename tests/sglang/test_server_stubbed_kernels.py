@@ -35,7 +35,7 @@ def test_requests_that_run_are_kept_and_those_that_arrive_wait(served):
 
 def test_a_request_that_goes_on_with_its_cache_shares_it_with_no_later_one(served):
     went_on = served["continued"]
-    assert went_on["num_interrupted"] == 1
+    assert went_on["refitted"] == 1
     assert went_on["length"] == 200
     assert went_on["num_cached"] == went_on["num_cached_alone"]
     assert went_on["later"] == went_on["alone"]

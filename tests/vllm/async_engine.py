@@ -84,12 +84,21 @@ def try_in_flight(mode: str, seed: int = 2):
     return attempt
 
 
-def try_sharing(subject: AsyncSubject, family: str, work: Path) -> dict:
-    """A request that goes on with its KV, and later ones that begin as it did: first its prompt, then what it said too."""
+async def begin_as(subject: AsyncSubject, prompt: list[int], tokens: list[int]) -> dict:
+    """What requests say that begin as another did, after it and with an empty cache: with its prompt, then its answer too."""
 
     async def said_by(prompt: list[int]) -> dict:
         output = await subject.answer(prompt, SHORT)
         return {"said": said(output), "num_cached": output.num_cached_tokens}
+
+    prompts = [prompt, prompt + tokens]
+    later = [await said_by(each) for each in prompts]
+    await subject.llm.reset_prefix_cache()
+    return {"later": later, "alone": [await said_by(each) for each in prompts]}
+
+
+def try_sharing(subject: AsyncSubject, family: str, work: Path) -> dict:
+    """A request that goes on with its KV, and later ones that begin as it did: first its prompt, then what it said too."""
 
     async def steps() -> dict:
         started, prompt = asyncio.Event(), PROMPTS[2]
@@ -100,14 +109,11 @@ def try_sharing(subject: AsyncSubject, family: str, work: Path) -> dict:
         tokens = list(completion.token_ids)
         spans = completion.weight_versions or () if SAYS_VERSIONS else ()
         num_old = spans[-1].start if len(spans) > 1 else None
-        prompts = [prompt, prompt + tokens]
-        found: dict[str, Any] = {"later": [await said_by(each) for each in prompts]}
-        await subject.llm.reset_prefix_cache()
-        found["alone"] = [await said_by(each) for each in prompts]
+        found = await begin_as(subject, prompt, tokens)
         if num_old is not None:
             await subject.llm.reset_prefix_cache()
             found["went_on"] = tokens[num_old : num_old + SHORT.max_tokens]
-            found["recomputed"] = (await said_by(prompt + tokens[:num_old]))["said"]["tokens"]
+            found["recomputed"] = said(await subject.answer(prompt + tokens[:num_old], SHORT))["tokens"]
         return found
 
     return subject.run(steps())

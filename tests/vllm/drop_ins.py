@@ -3,6 +3,7 @@
 `OBSERVATIONS` are done in the workers: what trainers do there, unchanged.
 """
 
+import asyncio
 import ctypes
 import json
 import sys
@@ -12,7 +13,8 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from engines import booted, make_policy, model_of, places, refused, state
+from async_engine import LONG, TIMEOUT_S, begin_as
+from engines import PROMPTS, booted, make_policy, model_of, places, refused, state
 from subject import LAYOUTS, NOISE, Subject, booted_as
 from torch import nn
 from vllm import LLM
@@ -214,6 +216,21 @@ OBSERVATIONS = {
 def run_drop_in(layout: str, family: str, model: str) -> dict:
     with booted_as(layout, Path(model), "fp32", **NOISE) as subject:
         return try_drop_in(subject, family) | {"layout": layout}
+
+
+def run_drop_in_going_on(family: str, model: str) -> dict:
+    """A trainer that knows nothing of fp8refit freezes a request, and loads another policy."""
+    prompt = PROMPTS[2]
+    with booted_as("asynchronous", Path(model), "fp32", **NOISE) as subject:
+        subject.look("load", family, 1, "tensor by tensor")
+        started = asyncio.Event()
+        running = subject.loop.create_task(subject.answer(prompt, LONG, started=started))
+        subject.run(asyncio.wait_for(started.wait(), TIMEOUT_S))
+        subject.run(subject.llm.pause_generation(mode="keep", clear_cache=False))
+        loaded = subject.look("load", family, 2, "tensor by tensor")
+        subject.run(subject.llm.resume_generation())
+        tokens = list(subject.run(asyncio.wait_for(running, TIMEOUT_S)).outputs[0].token_ids)
+        return {"loaded": loaded, "length": len(tokens), **subject.run(begin_as(subject, prompt, tokens))}
 
 
 def try_drop_in(subject: Subject, family: str) -> dict:

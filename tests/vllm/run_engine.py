@@ -21,7 +21,14 @@ from containers import run_container
 from custom_loaders import LOADERS, booted_with
 from dirty_engines import run_dirty_async, run_trainer_errors
 from drafts import run_drafts, run_fresh_drafts
-from drop_ins import run_drop_in, run_drop_in_boot, run_drop_in_fresh, run_drop_in_fresh_ranks, run_drop_in_refused
+from drop_ins import (
+    run_drop_in,
+    run_drop_in_boot,
+    run_drop_in_fresh,
+    run_drop_in_fresh_ranks,
+    run_drop_in_going_on,
+    run_drop_in_refused,
+)
 from engines import (
     booted,
     booted_dummy,
@@ -245,6 +252,7 @@ SCENARIOS = {
     "updates": run_updates,
     "killed": run_killed,
     "drop-in": run_drop_in,
+    "drop-in going on": run_drop_in_going_on,
     "drop-in boot": run_drop_in_boot,
     "drop-in fresh": run_drop_in_fresh,
     "drop-in fresh ranks": run_drop_in_fresh_ranks,

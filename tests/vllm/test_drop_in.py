@@ -207,3 +207,19 @@ def test_engines_that_cannot_be_dropped_into_do_not_boot_and_others_are_left_alo
     assert "cannot be refitted" in found["repacking"]["message"]
     assert found["bfloat16"] == []
     assert found["option"] == []
+
+
+def test_a_request_that_a_trainer_freezes_goes_on_and_shares_its_cache_with_no_later_one(starter, tmp_path):
+    save_model("qwen3", 1, tmp_path / "bf16")
+    found = run_scenario(
+        starter,
+        "drop-in going on",
+        {"family": "qwen3", "model": tmp_path / "bf16"},
+        tmp_path,
+        timeout_s=100,
+        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "FP8REFIT_IN_FLIGHT": "continue", **ON},
+    ).drivers[0]
+    assert [one["version"] for one in found["loaded"]] == [2]
+    assert found["length"] == 80
+    assert [each["said"] for each in found["later"]] == [each["said"] for each in found["alone"]]
+    assert [each["num_cached"] for each in found["later"]] == [0, 128]
