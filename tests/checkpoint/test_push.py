@@ -148,7 +148,7 @@ def test_what_is_no_checkpoint_is_refused(running, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--in-flight", "drop"], "--in-flight: 'drop': Input should be 'wait', 'abort' or 'keep'"),
+        (["--in-flight", "drop"], "--in-flight: 'drop': Input should be 'wait', 'abort', 'keep' or 'continue'"),
         (["--transport", "pigeon"], "--transport: 'pigeon': Input should be 'auto' or 'collective'"),
         (["--host", "10.0.0.1"], "--host: needs --transport collective"),
         (["--transport", "collective", "--host", 300 * "a"], "at most 255 characters"),
