@@ -106,6 +106,7 @@ SEAMS = (
             *within(_TOKENIZER, "_validate_and_resolve_lora(it,request) abort_request(it,abort_all=True)"),
             *within(f"{_TOKENIZER}()", "is_pause_cond model_update_lock rid_to_state"),
             *within(f"{_MANAGERS}.scheduler.Scheduler", "flush_cache(it,empty_cache=False) abort_request(it,request)"),
+            f"{_MANAGERS}.scheduler.Scheduler.pause_generation(it,request)",
         ),
         without="every refit fails before anything is written",
     ),
@@ -227,11 +228,13 @@ def loses_weights(request: Any, scheduler: Any) -> bool:
 
 
 def refuse_requests(scheduler: Any, requests: Sequence[Any], reason: str) -> list[Any]:
-    """Answer 503 to the requests that need computation, abort those that wait, and return the others."""
+    """Answer 503 to the requests that need computation, abort those that wait or would go on, and return the others."""
     from sglang.srt.managers.io_struct import (
         AbortReq,
         BatchTokenizedEmbeddingReqInput,
         BatchTokenizedGenerateReqInput,
+        ContinueGenerationReqInput,
+        PauseGenerationReqInput,
         TokenizedEmbeddingReqInput,
         TokenizedGenerateReqInput,
     )
@@ -249,6 +252,9 @@ def refuse_requests(scheduler: Any, requests: Sequence[Any], reason: str) -> lis
             continue
         for one in refused:
             channels.send_to_tokenizer.send_output(AbortReq(finished_reason=said, rid=one.rid), one)
+    if any(isinstance(request, ContinueGenerationReqInput) for request in others):
+        # What was paused in place would run; in the queue it is aborted.
+        scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
     if scheduler.waiting_queue:
         scheduler.abort_request(AbortReq(abort_all=True, finished_reason=said))
     return others

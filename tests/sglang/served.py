@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import shutil
 import sys
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any
 from engines import ASKED, PROMPTS, SAMPLING, bf16_of, make_policy, said, settings
 from fp8refit_sglang import SglangServer
 from fresh import fp8_of
+from safetensors.torch import save_file
 from subject import refused
 from typer.testing import CliRunner
 
@@ -45,7 +47,8 @@ def run_served(family: str, work: Path) -> dict:
         found["kept"] = keep(server, refitter, family)
         refitter.refit(make_policy(family, 2))
         found["after load"] = server.state()
-        found["bad"] = fail_under_way(server, family) | {"metrics": read_metrics(server.url)}
+        fails = lambda: refused(lambda: Refitter(server.url, in_flight="continue").refit(bad_policy(family)))  # noqa: E731
+        found["bad"] = under_way(server, fails) | {"metrics": read_metrics(server.url)}
         start_s = time.perf_counter()
         status, body = server.post("/generate", {"input_ids": PROMPTS[0], **ASKED})
         found["dirty"] = {"status": status, "body": json.dumps(body), "s": time.perf_counter() - start_s}
@@ -102,15 +105,19 @@ def run_drop_in_going_on(family: str, work: Path) -> dict:
     """A trainer that knows nothing of fp8refit pauses requests in place, and loads another policy from files."""
     os.environ |= {"FP8REFIT_DROP_IN": "1", "FP8REFIT_IN_FLIGHT": "continue"}
 
-    def load() -> dict:
+    def load(policy: Path) -> dict:
         server.post("/pause_generation", {"mode": "in_place"})
-        asked = {"model_path": str(bf16_of(family, 2, work)), "flush_cache": False}
-        _, said = server.post("/update_weights_from_disk", asked)
+        _, said = server.post("/update_weights_from_disk", {"model_path": str(policy), "flush_cache": False})
         server.post("/continue_generation", {})
         return said
 
+    bad = work / "bad"
+    shutil.copytree(bf16_of(family, 1, work), bad)
+    save_file({name: tensor.contiguous() for name, tensor in bad_policy(family).items()}, bad / "model.safetensors")
     with Server(fp8_of(family, 1, work)) as server:
-        return go_on(server, load)
+        failed = under_way(server, lambda: load(bad))
+        healed = load(bf16_of(family, 2, work))
+        return {"failed": failed, "healed": healed} | go_on(server, lambda: load(bf16_of(family, 1, work)))
 
 
 def go_on(server: "Server", refit: Callable[[], Any]) -> dict:
@@ -139,15 +146,16 @@ def go_on(server: "Server", refit: Callable[[], Any]) -> dict:
     }
 
 
-def fail_under_way(server: "Server", family: str) -> dict:
-    """A policy with NaN, while a request runs that would go on with its KV."""
+def under_way(server: "Server", refit: Callable[[], dict]) -> dict:
+    """A refit that fails, while a request runs that would go on with its KV: what is found, and what becomes of the request."""
+    ended: list[Any] = []
     asked = {"input_ids": PROMPTS[0], "sampling_params": LONG}
-    running = threading.Thread(target=server.post, args=("/generate", asked))
+    running = threading.Thread(target=lambda: ended.append(server.post("/generate", asked)))
     running.start()
     time.sleep(1)
-    found = refused(lambda: Refitter(server.url, in_flight="continue").refit(bad_policy(family)))
+    found = refit()
     running.join(STUCK_S)
-    return found | {"stuck": running.is_alive()}
+    return found | {"running": ended}
 
 
 class Server:

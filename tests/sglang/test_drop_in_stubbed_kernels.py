@@ -51,8 +51,20 @@ def test_all_that_was_wrapped_is_given_back(found):
         assert [name for name in removed if not name.startswith("updates.")] == []
 
 
-def test_a_request_that_a_trainer_pauses_in_place_shares_its_cache_with_no_later_one(run_engine):
-    found = run_engine("drop-in going on", family="qwen3")
+@pytest.fixture(scope="module")
+def going_on(run_engine):
+    return run_engine("drop-in going on", family="qwen3")
+
+
+def test_a_request_that_was_paused_in_place_does_not_go_on_with_half_a_policy(going_on):
+    assert not going_on["failed"]["success"]
+    ((status, said),) = going_on["failed"]["running"]
+    assert status == 503 and "refuses requests" in str(said), said
+    assert going_on["healed"]["success"], going_on["healed"]
+
+
+def test_a_request_that_a_trainer_pauses_in_place_shares_its_cache_with_no_later_one(going_on):
+    found = going_on
     assert found["refitted"]["success"], found["refitted"]
     assert found["length"] == 200
     assert found["num_cached"] == found["num_cached_alone"]
