@@ -203,4 +203,5 @@ class Server:
 
 def _launch(arguments: list[str]) -> None:
     sys.argv = ["sglang.launch_server", *arguments]
+    os.environ["SGL_FORCE_SHUTDOWN"] = "1"  # 0.5.12 waits at its end for requests that it aborted in its queue
     runpy.run_module("sglang.launch_server", run_name="__main__")

@@ -59,7 +59,10 @@ def going_on(run_engine):
 def test_a_request_that_was_paused_in_place_does_not_go_on_with_half_a_policy(going_on):
     assert not going_on["failed"]["success"]
     ((status, said),) = going_on["failed"]["running"]
-    assert status == 503 and "refuses requests" in str(said), said
+    if status == 503:
+        assert "refuses requests" in str(said), said
+    else:  # up to 0.5.15 it does not say why
+        assert said["meta_info"]["finish_reason"]["type"] == "abort", said
     assert going_on["healed"]["success"], going_on["healed"]
 
 
