@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from fp8refit.driver.admission import cannot_continue
+
 _NUM_REFITS = "_fp8refit_num_apart"
 _STAMP = re.compile("\0fp8refit [0-9]+\0")
 _WITHOUT_KEYS = (
@@ -20,8 +22,8 @@ _WITHOUT_KEYS = (
     "is_embedding",
     "radix_cache_backend",
 )
-"""Of SGLang's arguments: with these, requests or caches have no key, or it was not tested."""
-_WITHOUT_KEYS_TOO = "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"
+"""Arguments of SGLang's with which requests or caches have no key, or with which keys were not tested."""
+_CPP_TREE = "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"
 
 
 def set_apart(scheduler: Any) -> None:
@@ -57,11 +59,14 @@ def queued(scheduler: Any) -> Iterator[Any]:
     yield from getattr(getattr(scheduler, "grammar_manager", None), "grammar_queue", ())
 
 
-def why_not(arguments: Any) -> str | None:
-    """Why an engine's requests cannot go on with their KV, from SGLang's `server_args`; None if they can."""
+def check_continues(arguments: Any) -> None:
+    """Check, from SGLang's `server_args`, that KV of requests that go on can be kept from others.
+
+    Raises:
+        UnsupportedEngineError: It cannot.
+    """
     for name in _WITHOUT_KEYS:
         if getattr(arguments, name, None):
-            return f"with {name}, later requests may share KV of the old policy"
-    if os.environ.get(_WITHOUT_KEYS_TOO, "").lower() not in ("", "0", "false"):
-        return f"with {_WITHOUT_KEYS_TOO}, later requests share KV of the old policy"
-    return None
+            raise cannot_continue(f"with {name}, later requests may share KV of the old policy")
+    if os.environ.get(_CPP_TREE, "").lower() not in ("", "0", "false"):
+        raise cannot_continue(f"with {_CPP_TREE}, later requests share KV of the old policy")

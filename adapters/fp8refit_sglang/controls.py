@@ -6,9 +6,9 @@ from contextlib import suppress
 from typing import Any
 
 from fp8refit.config import RefitConfig
-from fp8refit.driver.admission import cannot_continue, refusal, still_running
+from fp8refit.driver.admission import refusal, still_running
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit_sglang.apart import why_not
+from fp8refit_sglang.apart import check_continues
 from fp8refit_sglang.compat import call_for
 from fp8refit_sglang.gate import TokenizerGate
 
@@ -67,7 +67,7 @@ class TokenizerControls:
             may_wait: Whether new requests can wait for the refit; otherwise they are refused until it ends.
         """
         if config.in_flight == "continue":
-            self._check_continues()
+            check_continues(self._manager.server_args)
         refused_because = self._gate.reason if self._gate is not None else None
         num_unfinished = self.num_unfinished
         gate = self._close_gate()
@@ -159,11 +159,6 @@ class TokenizerControls:
     async def _is_drained(self) -> bool:
         """Whether the schedulers have no requests; some may wait here for the end of a pause."""
         return not self._manager.rid_to_state or not await self._manager.model_update_lock.is_locked()
-
-    def _check_continues(self) -> None:
-        """Check that KV of running requests can be kept from others; see `apart`."""
-        if (why := why_not(self._manager.server_args)) is not None:
-            raise cannot_continue(why)
 
     async def _pause(self, *, is_in_place: bool = False) -> None:
         """Stop the schedulers. Running requests stay in place, or go back to the queue, and their KV is recomputed later."""

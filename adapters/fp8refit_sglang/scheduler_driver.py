@@ -8,12 +8,12 @@ from typing import Any
 from typing_extensions import override
 
 from fp8refit.config import RefitConfig
-from fp8refit.driver.admission import cache_kept, cannot_continue
+from fp8refit.driver.admission import cache_kept
 from fp8refit.driver.attach import hold
 from fp8refit.driver.drop_in import DropInOptions
 from fp8refit.driver.engine import Driver
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit_sglang.apart import num_refits, queued, received, stamp, why_not
+from fp8refit_sglang.apart import check_continues, num_refits, queued, received, stamp
 from fp8refit_sglang.compat import refuse_requests
 from fp8refit_sglang.live_scheduler import Scheduler
 
@@ -85,8 +85,7 @@ class SchedulerDriver(Driver):
         """Drop caches, or set those of paused requests apart if `FP8REFIT_IN_FLIGHT=continue`."""
         scheduler = Scheduler(self._scheduler)
         if scheduler.is_paused and DropInOptions.read(os.environ).in_flight == "continue":
-            if (why := why_not(self._scheduler.server_args)) is not None:
-                raise cannot_continue(why)
+            check_continues(self._scheduler.server_args)
             scheduler.set_apart()
         elif not scheduler.flush():
             raise cache_kept("SGLang kept its radix cache", "requests that still run: pause generation first")

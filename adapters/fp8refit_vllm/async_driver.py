@@ -17,7 +17,7 @@ from fp8refit.remote.protocol.channel import Answers, Channel, send_in_turn
 from fp8refit.transport.running import begun
 from fp8refit_vllm.compat import token_ids
 from fp8refit_vllm.core import CORE_METHOD, SET_APART_METHOD, Outcome
-from fp8refit_vllm.core_compat import pause_generation, until_answered, why_not_apart
+from fp8refit_vllm.core_compat import check_continues, pause_generation, until_answered
 from fp8refit_vllm.driver import (
     channel_lost,
     error_of,
@@ -98,11 +98,9 @@ class AsyncDriver(Driver, Channel):
 
     def _check_continues(self) -> None:
         """Check that KV of running requests can be kept from others; see `set_apart_in_core`."""
-        why = why_not_apart(self.config)
+        check_continues(self.config)
         if self._method != PLUGIN_METHOD or not hasattr(self._llm.engine_core, "call_utility_async"):
-            why = why or "the engine core has not loaded fp8refit's plugin"
-        if why is not None:
-            raise cannot_continue(why)
+            raise cannot_continue("the engine core has not loaded fp8refit's plugin")
 
     @override
     async def resume(self) -> None:

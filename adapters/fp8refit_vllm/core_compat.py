@@ -14,7 +14,7 @@ from secrets import token_bytes
 from threading import Thread
 from typing import Any, TypeAlias, TypeVar
 
-from fp8refit.driver.admission import refusal
+from fp8refit.driver.admission import cannot_continue, refusal
 from fp8refit.errors import EngineDirtyError
 from fp8refit_vllm.compat import late_refusal
 
@@ -208,13 +208,16 @@ class _StepFunction:
             self._call(core)
 
 
-def why_not_apart(config: Any) -> str | None:
-    """Why KV of running requests cannot be kept from others, if it stays; None if it can."""
+def check_continues(config: Any) -> None:
+    """Check that KV of requests that go on can be kept from others; see `set_apart_in_core`.
+
+    Raises:
+        UnsupportedEngineError: It cannot.
+    """
     if config.kv_transfer_config is not None:
-        return "this engine's KV connector gives blocks of the old policy to later requests"
+        raise cannot_continue("this engine's KV connector gives blocks of the old policy to later requests")
     if getattr(getattr(config, "aux_output_config", None), "enabled", False):
-        return "outputs such as routed experts are kept by block of KV"
-    return None
+        raise cannot_continue("outputs such as routed experts are kept by block of KV")
 
 
 def drop_core_caches(core: Any, *, continues: bool = False) -> bool:

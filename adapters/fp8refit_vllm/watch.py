@@ -10,16 +10,15 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
-from fp8refit.driver.admission import cannot_continue
 from fp8refit.transport.memory.segment import Segment
 from fp8refit.transport.shared_flag import SharedFlag
 from fp8refit_vllm.core_compat import (
     StepOutputs,
+    check_continues,
     drop_core_caches,
     publish_in_core,
     refuse_in_core,
     skip_unread_replies,
-    why_not_apart,
 )
 from fp8refit_vllm.drop_in import call_and_look, options_of
 
@@ -41,8 +40,8 @@ def watch(core: Any) -> None:
     skip_unread_replies(core)
     options = options_of(core.vllm_config)
     continues = options.in_flight == "continue"
-    if continues and (why := why_not_apart(core.vllm_config)) is not None:
-        raise cannot_continue(why)
+    if continues:
+        check_continues(core.vllm_config)
     try:
         answers = core.collective_rpc(FLAG_METHOD, _ASKING_S)
         flags = [SharedFlag.find(Segment.model_validate_json(answer)) for answer in answers]

@@ -42,14 +42,13 @@ from fp8refit.errors import (
 )
 from fp8refit.fill.plan import is_any_of, why_unknown
 from fp8refit.fill.ties import tie_problem
-from fp8refit.live.names import is_kv_scale
 from fp8refit.live.slots import SOURCE_DTYPES
 from fp8refit.live.storage import has_memory
 from fp8refit.live.turn import DisplacedError, Turn
 from fp8refit.ranks.rank import Rank
 from fp8refit.report import RefitReport
 from fp8refit.sources.pairs import named
-from fp8refit.sources.renamed import NO_SCALES, Names, also_as_sent, why_one
+from fp8refit.sources.renamed import Names, also_as_sent, refuse_scales, why_one
 from fp8refit.transport.running import run
 
 P = ParamSpec("P")
@@ -234,8 +233,8 @@ class DropIn:
         try:
             for sent, _, tensor in named(pairs):
                 name = sent if self._names is None else self._named(sent)
-                if self._has_old_kv and is_kv_scale(name) and not self._is_ignored(name):
-                    raise InvalidSourceError([f"{name}: {NO_SCALES}"])
+                if self._has_old_kv:
+                    refuse_scales([name], self._is_ignored)
                 came.add(name)
                 self._take(name, tensor)
                 if not are_together:

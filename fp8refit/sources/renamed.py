@@ -15,7 +15,7 @@ from fp8refit.live.slots import SCALE_SUFFIX, TensorMeta
 from fp8refit.sources.row_runs import AnyRun, InPieces, MakesPieces
 from fp8refit.sources.source import MappingSource, PushedSource, RandomAccess, Source
 
-NO_SCALES = 'KV of the old scales stays in use with in_flight="continue"; leave it out (ignore=), or choose "keep"'
+_NO_SCALES = 'KV of the old scales stays in use with in_flight="continue"; leave it out (ignore=), or choose "keep"'
 
 
 class Names(dict[str, str]):
@@ -141,9 +141,18 @@ def without_scales(source: Source, is_ignored: Callable[[str], bool]) -> Source:
         if scanned is None:
             return RenamedSource(source, _NamesWithoutScales(is_ignored))
         names = scanned[0]
-    if problems := [f"{name}: {NO_SCALES}" for name in names if is_kv_scale(name) and not is_ignored(name)]:
-        raise InvalidSourceError(problems)
+    refuse_scales(names, is_ignored)
     return source
+
+
+def refuse_scales(names: Iterable[str], is_ignored: Callable[[str], bool]) -> None:
+    """Check that none of these names is a KV scale's, except one that is ignored.
+
+    Raises:
+        InvalidSourceError: Some are; names all of them.
+    """
+    if problems := [f"{name}: {_NO_SCALES}" for name in names if is_kv_scale(name) and not is_ignored(name)]:
+        raise InvalidSourceError(problems)
 
 
 class _NamesWithoutScales(Names):
@@ -152,8 +161,7 @@ class _NamesWithoutScales(Names):
         self._is_ignored = is_ignored
 
     def __missing__(self, name: str) -> str:
-        if is_kv_scale(name) and not self._is_ignored(name):
-            raise InvalidSourceError([f"{name}: {NO_SCALES}"])
+        refuse_scales([name], self._is_ignored)
         return super().__missing__(name)
 
 
