@@ -246,7 +246,7 @@ def highlights(refits: dict[str, RefitBenchResult]) -> list[Row]:
 
 
 def render_highlights(rows: list[Row], single: dict[str, Any], sglang: dict[str, Any]) -> str:
-    """The README's table. A row of earlier code goes."""
+    """The README's table and picture. A row of earlier code goes."""
     compared: list[tuple[dict[str, Any], Iterable[str]]] = [(single, INSIDE), (sglang, PARTS)]
     equals = "equals" if all(is_equal(found["equal_to_fresh_boot"]) for found, _ in compared) else "does NOT equal"
     mark = f" {OLD}" if any(changed_since(found, parts) for found, parts in compared) else ""
@@ -255,10 +255,16 @@ def render_highlights(rows: list[Row], single: dict[str, Any], sglang: dict[str,
         for what, ms, beside, beside_ms, found, parts in rows
         if not changed_since(found, parts)
     )
+    shown = (
+        f"| | refit | compared with |\n| --- | ---: | --- |\n{table}{_footnote(compared)}"
+        "\n![until an engine serves new weights](docs/figures/highlights.png)\n"
+        if table
+        else "All times wait to be measured again. [Those of earlier code](docs/measured.md) say what has changed since.\n"
+        f"{_footnote(compared)}"
+    )
     return (
         f"Qwen3-8B shape, {single['gpu']}, medians. A refitted vLLM or SGLang {equals} a freshly booted "
-        f"one{mark} in bytes, tokens and log-probabilities ([builds side by side](docs/speed.md#later-builds)).\n\n"
-        f"| | refit | compared with |\n| --- | ---: | --- |\n{table}{_footnote(compared)}"
+        f"one{mark} in bytes, tokens and log-probabilities ([builds side by side](docs/speed.md#later-builds)).\n\n{shown}"
     )
 
 
@@ -966,7 +972,7 @@ def figures() -> dict[str, tuple[str, list[Bar]]]:
         ("vLLM's reload_weights", large.other("reload_weights").wall_ms.median, False),
     ]
     return {
-        "highlights.png": ("Until an engine serves new weights", beside),
+        **({"highlights.png": ("Until an engine serves new weights", beside)} if beside else {}),
         "measured_ways.png": ("Qwen3-8B shape, one H200", ways),
         "measured_experts.png": ("vLLM, Qwen3-30B-A3B shape, one H200", many),
     }

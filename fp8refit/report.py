@@ -55,7 +55,8 @@ class RankReport(BaseModel, frozen=True):
     differing: tuple[str, ...] = ()
     """Source tensors that differ from what this rank holds, if it was asked to compare."""
     changed: dict[str, tuple[int, int]] = {}
-    """How many `codes`, `scales`, and `values` that are not quantized the refit changed, and of how many, if that was asked."""
+    """How many `codes`, `scales`, and `values` that are not quantized the refit changed, and of how many, if that was asked.
+    Two codes of half a byte count as one."""
     bytes_read: int
     bytes_written: int
     fill_s: float
@@ -116,7 +117,7 @@ class RefitReport(BaseModel, frozen=True):
     """How many scales of an FP8 KV cache still belong to an older policy, after a drop-in refit."""
     changed: dict[str, tuple[int, int]] = {}
     """With `count_changes`: how many `codes`, `scales`, and `values` that are not quantized the refit changed, and of how many
-    that it wrote, over all ranks."""
+    that it wrote, over all ranks. Two codes of half a byte count as one."""
     source: str | None = None
     """The model that an engine has reloaded by itself, in a drop-in refit; None if a trainer sent the policy."""
 

@@ -76,6 +76,25 @@ def quantize_groups(values: np.ndarray, columns: int, scale_format: str) -> tupl
     return codes, scales
 
 
+def quantize_two_levels(values: np.ndarray, maximum: float) -> tuple[np.ndarray, np.ndarray, np.float32]:
+    """Codes (N, K / 2) and scales (N, K / 16) of NVFP4, as bytes, and the scale of the weight, of a finite float32 matrix."""
+    rows, cols = values.shape
+    over_all = np.float32(max(maximum, 2.0**-100)) / np.float32(2688)
+    codes, scales = np.zeros((rows, cols), dtype=np.uint8), np.zeros((rows, cols // 16), dtype=np.uint8)
+    for i in range(rows):
+        for j in range(cols // 16):
+            where = np.s_[i, 16 * j : 16 * j + 16]
+            wanted = np.abs(values[where]).max() / (np.float32(6) * over_all)
+            wanted = np.float32(1) if wanted == 0 else np.clip(wanted, np.float32(2.0**-9), np.float32(448))
+            small = np.array(wanted, dtype=np.float32).astype(E4M3)
+            scales[i, j] = small.view(np.uint8)
+            with np.errstate(over="ignore", under="ignore"):
+                scaled = values[where] / (small.astype(np.float32) * over_all)
+            code = np.clip(scaled, np.float32(-6), np.float32(6)).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+            codes[where] = np.where(values[where] == 0, 0, code)  # zero has no sign here
+    return codes[:, ::2] | codes[:, 1::2] << 4, scales, over_all
+
+
 def quantize(
     values: np.ndarray, block_size: tuple[int, int] = (128, 128), scale_format: str = "fp32"
 ) -> tuple[np.ndarray, np.ndarray]:

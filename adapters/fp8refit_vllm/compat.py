@@ -16,8 +16,9 @@ from torch.distributed import ProcessGroup
 
 from fp8refit.driver.admission import refusal
 from fp8refit.errors import EngineDirtyError
-from fp8refit.live.formats import PER_ROW, PER_TENSOR, AmaxOver, BlockFormat, Placement, ScaleFormat
+from fp8refit.live.formats import NVFP4, PER_ROW, PER_TENSOR, AmaxOver, BlockFormat, Placement, ScaleFormat
 from fp8refit.live.seams import Seam, within
+from fp8refit.live.slots import FP8_DTYPE
 from fp8refit.live.versions import Versions
 from fp8refit.tracing.asked import format_of
 
@@ -326,6 +327,8 @@ def block_format(module: Any, *, has_powers_of_two: bool) -> BlockFormat | None:
     """
     scales = {name: each for name, each in module.named_parameters(recurse=False) if name.endswith("weight_scale")}
     name, scale = next(iter(scales.items()), ("", None))
+    if scale is not None and scale.dtype is FP8_DTYPE:
+        return _nvfp4_format(module)
     if scale is not None and scale.dtype in MX_SCALES:
         held = _mx_rows(scale.device) if _is_online(module) else None
         if held is None:
@@ -345,6 +348,26 @@ def block_format(module: Any, *, has_powers_of_two: bool) -> BlockFormat | None:
         scale_format = ScaleFormat.FP32_FLOORED if is_cpu else ScaleFormat.FP32_RECIPROCAL
     rows, columns = module.weight_block_size
     return BlockFormat(scale_format=scale_format, block_size=(int(rows), int(columns)))
+
+
+def _nvfp4_format(module: Any) -> BlockFormat | None:
+    """The format of a linear layer that booted from a checkpoint of ModelOpt's NVFP4."""
+    is_tiled = module._parameters["weight"].dtype is torch.int32
+    is_modelopt = "ModelOpt" in type(module.quant_method).__name__
+    if not is_modelopt or (is_tiled and module.params_dtype is not torch.bfloat16):
+        return None
+    return replace(NVFP4, placement=Placement.MARLIN if is_tiled else Placement.ROW_MAJOR)
+
+
+def has_small_scales(module: nn.Module) -> bool:
+    """Whether a layer's scales of blocks are E4M3, as those of NVFP4."""
+    own = module.named_parameters(recurse=False)
+    return any(each.dtype is FP8_DTYPE for name, each in own if name.endswith("weight_scale"))
+
+
+def holds_nvfp4(quantization: Any) -> bool:
+    """Whether checkpoints of this configuration hold NVFP4, whose packed weights no BF16 tensor fits."""
+    return quantization is not None and quantization.get_name() == "modelopt_fp4"
 
 
 @cache

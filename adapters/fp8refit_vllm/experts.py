@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from fp8refit.live.names import name_of_scale
 from fp8refit.live.slots import SCALE_SUFFIX
 from fp8refit.tracing.rules import Kernel, Why
-from fp8refit_vllm.compat import MX_SCALES, block_format
+from fp8refit_vllm.compat import MX_SCALES, block_format, has_small_scales
 
 _DEEP_GEMM = ("DEEPGEMM", "BATCHED_DEEPGEMM")
 EXPERTS_BACKENDS = frozenset({"TRITON", "BATCHED_TRITON", "FLASHINFER_CUTLASS", *_DEEP_GEMM})
@@ -17,7 +17,7 @@ _OF_MXFP8 = frozenset({MARLIN, "TRITON_MXFP8", "EMULATION"})
 """Those that read MXFP8, in tiles or in rows."""
 
 NOT_MXFP8 = 'Boot with quantization="fp8_per_block"'
-"""What to do if an MXFP8 layer is held in a way that is not known."""
+"""What to do if an MXFP8 layer is held in a way that is not known, or experts are NVFP4."""
 
 _LEAST_FLASHINFER_SCALE = 1e-10
 
@@ -32,9 +32,10 @@ def kernel_of_experts(module: nn.Module) -> Kernel:
     """The backend that multiplies a layer's experts."""
     backend, held = experts_backend(module), None
     is_known = backend in (_OF_MXFP8 if _is_mxfp8(module) else EXPERTS_BACKENDS)
-    if is_known and not _multiplies_scales(module):
+    if is_known and not has_small_scales(module) and not _multiplies_scales(module):
         held = block_format(module, has_powers_of_two=backend in _DEEP_GEMM and _rounds_scales())
-    remedy = NOT_MXFP8 if _is_mxfp8(module) else 'Boot with moe_backend="triton"'
+    is_other = _is_mxfp8(module) or has_small_scales(module)
+    remedy = NOT_MXFP8 if is_other else 'Boot with moe_backend="triton"'
     return Kernel(name=backend, format=held, remedy=remedy)
 
 

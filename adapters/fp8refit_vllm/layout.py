@@ -11,7 +11,7 @@ from fp8refit.live.slots import Refresh
 from fp8refit.tracing.rules import Kernel, Why
 from fp8refit.tracing.stored import is_experts
 from fp8refit_vllm.activations import ACTIVATION_SCALES
-from fp8refit_vllm.compat import block_format, dequantized, linear_kernel, wants_powers_of_two
+from fp8refit_vllm.compat import block_format, dequantized, has_small_scales, linear_kernel, wants_powers_of_two
 from fp8refit_vllm.experts import (
     MARLIN,
     NOT_MXFP8,
@@ -37,12 +37,17 @@ ROW_MAJOR_KERNELS = frozenset(
     }
 )
 """vLLM kernels that read weights with scales per block or row in rows, as checkpoints hold them."""
-TILED_KERNELS = frozenset(("MarlinMxfp8LinearKernel",))
+TILED_KERNELS = frozenset(("MarlinMxfp8LinearKernel", "MarlinNvFp4LinearKernel"))
 """Those that read tiles, in which the placement of a `BlockFormat` says where codes and scales are."""
 
 ROW_MAJOR_MARK = "reads_row_major_block_fp8"
 """Out-of-tree kernel classes set this attribute to True to declare the same."""
 
+NOT_NVFP4 = (
+    "Boot from a checkpoint of ModelOpt's W4A16_NVFP4 (fp8refit quantize --like) with dtype=\"bfloat16\" and Marlin's kernel, "
+    'or boot BF16 with quantization="fp8_per_block"'
+)
+"""What to do if NVFP4 is held in a way that is not known."""
 _ABSORBED = "W_UK_T", "W_UV"
 _WORKSPACE = "workspace"
 """Locks of Marlin's kernels, in versions before 0.31."""
@@ -60,6 +65,10 @@ def _is_tiled(module: nn.Module) -> bool:
     if is_experts(module):
         return experts_backend(module) == MARLIN
     return "weight" in module._parameters and type(linear_kernel(module)).__name__ in TILED_KERNELS
+
+
+def _unlock(locks: Tensor) -> None:
+    locks.zero_()
 
 
 def _join_gates(layer: Any) -> None:
@@ -88,6 +97,8 @@ class VllmRules:
             return "also keeps the absorbed keys of other ranks", "Boot with dcp_q_replicate=False"
         if getattr(module, "is_amx_bmm_enabled", False):
             return "packs its latent projections for Intel AMX", 'Boot with attention_backend="CPU_MLA"'
+        if hasattr(module, "input_global_scale"):
+            return "has activations in four bits (NVFP4), or was booted for them", NOT_NVFP4
         return why_experts_move(module) if is_experts(module) else None
 
     def kernel_of(self, module: nn.Module) -> Kernel:
@@ -99,7 +110,7 @@ class VllmRules:
         if name in ROW_MAJOR_KERNELS or name in TILED_KERNELS or getattr(kernel, ROW_MAJOR_MARK, False) is True:
             held = block_format(module, has_powers_of_two=wants_powers_of_two(kernel))
         another = f"Add {name} to VLLM_DISABLED_KERNELS, or choose another with --linear-backend"
-        remedy = NOT_MXFP8 if "Mxfp8" in name else another
+        remedy = NOT_MXFP8 if "Mxfp8" in name else NOT_NVFP4 if has_small_scales(module) else another
         return Kernel(name=name, format=held, remedy=remedy)
 
     def swaps_halves(self, module: nn.Module) -> bool:
@@ -127,6 +138,9 @@ class VllmRules:
                 found = scales_of_experts(layer.quant_method.moe_quant_config)
                 scales = tuple(each for each in found if each is not None)
                 yield Refresh(name=f"{name} scales", run=partial(sync_experts, module), written=scales)
+            locks = vars(module).get(_WORKSPACE)
+            if isinstance(locks, Tensor) and _is_tiled(module):  # sleep discards their zeros
+                yield Refresh(name=f"{name}: locks", run=partial(_unlock, locks), written=(locks,), is_constant=True)
             if hasattr(module, _JOINED_GATES):
                 yield Refresh(name=f"{name}: joined gates", run=partial(_join_gates, module))
             impl = getattr(module, "impl", None)

@@ -13,6 +13,7 @@ from torch import nn
 
 from fp8refit.live.slots import Refusal
 from fp8refit.tracing.twin import EmptyOnMeta, Twin, format_stored, trace_as_named
+from fp8refit_vllm.compat import holds_nvfp4
 
 
 def twin_of(config: Any) -> Twin | Refusal:
@@ -47,8 +48,14 @@ def twin_of(config: Any) -> Twin | Refusal:
 
 
 def _apart(config: Any) -> Any:
-    """A copy of the configuration that compiles nothing, and in which the twin's layers can register themselves."""
+    """A copy of the configuration that compiles nothing, and in which the twin's layers can register themselves.
+
+    Without NVFP4: a BF16 tensor fits a weight of BF16, as it fits one of FP8.
+    """
     config = copy.copy(config)
+    if holds_nvfp4(config.quant_config):
+        config.quant_config, config.model_config = None, copy.copy(config.model_config)
+        config.model_config.quantization = None  # of which versions before 0.32 make another one for parts of a model
     config.quant_config = copy.deepcopy(config.quant_config)
     config.compilation_config = compilation = copy.copy(config.compilation_config)
     compilation.mode = type(compilation.mode)(0)  # none

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from fp8refit.errors import CheckpointError
 from fp8refit.fill.plan import are_unneeded
 from fp8refit.fill.ties import untied
-from fp8refit.live.formats import BlockFormat, Container, quantization_config
+from fp8refit.live.formats import BlockFormat, Container, Placement, quantization_config
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.names import is_not_a_weight
 from fp8refit.live.slots import (
@@ -60,8 +60,10 @@ class Output:
         """Bytes that are written, scales included."""
         num_bytes = prod(self.source.shape) * self.dtype.itemsize
         if self.format is not None:
+            num_bytes //= self.format.codes.per_element
             for _, _, shape in stored_as(self.written, self.source.shape):
                 num_bytes += self.format.scale_format.dtype.itemsize * prod(self.format.scale_shape(shape))
+                num_bytes += 4 * self.format.scale_format.has_two_levels
         return num_bytes
 
     @property
@@ -71,6 +73,8 @@ class Output:
             yield name
             if self.format is not None:
                 yield name + self.container.scale_suffix(self.format)
+                if self.format.scale_format.has_two_levels:
+                    yield name + self.container.global_suffix
 
 
 def select(source: SafetensorsSource, config: Mapping[str, Any], *, takes_stacks: bool) -> dict[str, TensorMeta]:
@@ -183,7 +187,7 @@ def _judge(
         slot = slots[next(iter(stack.parts))]
     if slot is None:
         return _copied(name, meta, meta.dtype) if is_unneeded(name) else "this engine has no such weight"
-    if slot.format is not None and slot.format.is_shared and not slot.shared_with:
+    if slot.format is not None and slot.format.needs_maximum and not slot.shared_with:
         return "an earlier version wrote this layout, without what shares its scale; inspect the engine again"
     if slot.is_rearranged:
         return f"this model's checkpoints hold it in an order that does not match its blocks; {_BOOT_BF16}"
@@ -197,8 +201,14 @@ def _judge(
 
 def _output_for_slot(name: str, meta: TensorMeta, slot: SlotLayout, written: tuple[str, ...]) -> Output:
     if slot.format is not None:
-        dtype, shared_with = slot.format.codes.dtype, slot.shared_with
-        return Output(name=name, source=meta, dtype=dtype, format=slot.format, written=written, shared_with=shared_with)
+        return Output(
+            name=name,
+            source=meta,
+            dtype=slot.format.codes.dtype,
+            format=replace(slot.format, placement=Placement.ROW_MAJOR),  # which the kernel changes at boot
+            written=written,
+            shared_with=slot.shared_with,
+        )
     # As in a refit, fp32 is converted straight to the engine's dtype, without rounding to BF16 first.
     return _copied(name, meta, getattr(torch, slot.dtype) if meta.dtype is torch.float32 else meta.dtype)
 
@@ -245,7 +255,8 @@ def quantization_of(outputs: list[Output]) -> dict[str, object]:
         and not EMBEDDING.search(output.name)
     ]
     container = outputs[0].container if outputs else Container.FP8
-    return quantization_config(next(iter(formats.values()), None), kept, container)
+    quantized = [output.name.removesuffix(".weight") for output in outputs if output.format is not None]
+    return quantization_config(next(iter(formats.values()), None), kept, container, quantized)
 
 
 def plan_shards(outputs: list[Output], max_shard_bytes: int) -> dict[str, list[Output]]:

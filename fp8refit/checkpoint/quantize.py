@@ -30,10 +30,10 @@ from fp8refit.checkpoint.outputs import (
 )
 from fp8refit.checkpoint.whole_folder import CONFIG_NAME, becoming, free_place, naming
 from fp8refit.errors import CheckpointError, NonFiniteError
-from fp8refit.kernels import Maxima, Task, compile_table, quantize_blockwise
+from fp8refit.kernels import Maxima, quantized
 from fp8refit.live.formats import BlockFormat, Container, ScaleFormat
 from fp8refit.live.layout import EngineLayout
-from fp8refit.live.slots import Op, stored_as
+from fp8refit.live.slots import stored_as
 from fp8refit.sources.checkpoints import SafetensorsSource
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
@@ -233,9 +233,11 @@ def _convert(output: Output, tensor: Tensor, maximum: float | None) -> dict[str,
         written: dict[str, Tensor] = {}
         for name, start, shape in stored_as(output.written, tuple(tensor.shape)):
             part = tensor[start[0], start[1] : start[1] + shape[0]] if len(shape) < tensor.ndim else tensor
-            codes, scale = _quantized(part, output.format, maximum)
+            codes, scale, *over_all = _quantized(part, output.format, maximum)
             stored = scale.cpu().reshape(output.container.shape_of(scale.shape, output.format))
             written |= {name: codes.cpu(), name + output.container.scale_suffix(output.format): stored}
+            if over_all:
+                written[name + output.container.global_suffix] = over_all[0].cpu().reshape(())
         return written
     values = tensor.to(output.dtype)
     is_narrow = values.is_floating_point() and values.itemsize == 1  # torch.isfinite does not support these
@@ -244,27 +246,13 @@ def _convert(output: Output, tensor: Tensor, maximum: float | None) -> dict[str,
     return {output.name: values}
 
 
-def _quantized(tensor: Tensor, block_format: BlockFormat, maximum: float | None) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a matrix, or of each matrix of a stack."""
-    if tensor.ndim == 3:
-        parts = [_quantized(matrix, block_format, maximum) for matrix in tensor]
-        stacked = torch.stack([codes.view(torch.uint8) for codes, _ in parts])
-        return stacked.view(parts[0][0].dtype), torch.stack([scale for _, scale in parts])
-    if maximum is None or not isfinite(maximum):  # another tensor is to blame: nothing is written
-        return quantize_blockwise(tensor, format=block_format)
-    codes = torch.empty(tensor.shape, dtype=block_format.codes.dtype, device=tensor.device)
-    scale = torch.empty(1, 1, dtype=block_format.scale_format.dtype, device=tensor.device)
-    task = Task(
-        op=Op.QUANTIZE,
-        source=tensor,
-        offset=(0, 0),
-        target=codes,
-        scale=scale,
-        format=block_format,
-        maximum=torch.tensor([maximum], device=tensor.device),
-    )
-    compile_table([task], tensor.device).launch(check=True)
-    return codes, scale
+def _quantized(tensor: Tensor, block_format: BlockFormat, maximum: float | None) -> tuple[Tensor, ...]:
+    """What a matrix becomes, or each matrix of a stack."""
+    if tensor.ndim == 2:
+        # Of a maximum that is not finite another tensor is to blame: nothing is written.
+        return quantized(tensor, block_format, maximum if maximum is not None and isfinite(maximum) else None)
+    parts = zip(*(_quantized(matrix, block_format, maximum) for matrix in tensor), strict=True)
+    return tuple(torch.stack([each.view(torch.uint8) for each in part]).view(part[0].dtype) for part in parts)
 
 
 def _save(tensors: dict[str, Tensor], file: Path) -> None:

@@ -55,22 +55,25 @@ def fit_weight(meta: TensorMeta, slot: Slot, stack: Stacked | None = None, first
     return Fit(op, offset, shape, bool(is_transposed))
 
 
-def fit_maximum(fit: Fit, slot: Slot, first_row: int = 0) -> Fit | None:
-    """Return the part of a weight whose largest magnitude counts for the scale of `slot`, and maybe of others; None if only the
-    slot's own blocks count.
+def fit_maxima(fit: Fit, slot: Slot, first_row: int = 0, *, is_cut: bool = False) -> list[Fit]:
+    """Return the parts of a weight whose largest magnitudes count for the scale of `slot`, and maybe of others. Empty if only
+    the slot's own blocks count.
 
     Args:
         fit: What `fit_weight` returned.
         slot: Where the weight goes.
         first_row: Where the slot's tensor starts in the expert's matrix.
+        is_cut: Whether the rank holds only parts of the matrices that share the scale.
     """
-    if fit.op is not Op.QUANTIZE or slot.format is None or not slot.format.is_shared:
-        return None
+    if fit.op is not Op.QUANTIZE or slot.format is None or not slot.format.needs_maximum:
+        return []
+    own = fit._replace(op=Op.MAXIMUM)
     match slot.format.amax_over:
         case AmaxOver.OWN_SLICE:
-            return fit._replace(op=Op.MAXIMUM)
+            return [own]
         case AmaxOver.WHOLE_BLOCK:
-            return fit._replace(op=Op.MAXIMUM, offset=(first_row, 0), shape=slot.full_shape)
+            whole = own._replace(offset=(first_row, 0), shape=slot.full_shape)
+            return [whole, own._replace(op=Op.OWN_MAXIMUM)] if slot.format.needs_own_maximum and is_cut else [whole]
         case _:
             assert_never(slot.format.amax_over)
 
@@ -101,7 +104,8 @@ def _weight_op(meta: TensorMeta, slot: Slot) -> Op | str:
     """The operation for a tensor, which may already be quantized; or why there is none."""
     if meta.dtype == FP8_DTYPE:
         if slot.format is None or slot.format.codes.dtype != meta.dtype:
-            return f"is FP8, but this engine holds it as {dtype_name(slot.weight.dtype)}; send it unquantized"
+            held = "NVFP4" if slot.global_scale is not None else dtype_name(slot.weight.dtype)
+            return f"is FP8, but this engine holds it as {held}; send it unquantized"
         if slot.format.scale_format.has_exponents:
             return "is FP8, but this engine holds it as MXFP8; send it unquantized"
         if slot.format.is_shared:

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 
 from fp8refit.errors import MISSING, UNEXPECTED, InvalidSourceError
-from fp8refit.fill.fitting import Fit, fit_maximum, fit_scale, fit_weight
+from fp8refit.fill.fitting import Fit, fit_maxima, fit_scale, fit_weight
 from fp8refit.live.names import is_adapter_weight, is_kv_scale, is_not_a_weight, other_spellings, stack_of
-from fp8refit.live.slots import SCALE_SUFFIX, Op, Slot, Stacked, TensorMeta, dtype_name
+from fp8refit.live.slots import SCALE_SUFFIX, Op, Slot, Stacked, TensorMeta, cut_groups, dtype_name
 
 
 class Step(NamedTuple):
@@ -126,7 +126,7 @@ class PlanBuilder:
         """Steps of those that came before under another name."""
         self._weights: dict[int, Step] = {}
         self._scales: dict[int, Step] = {}
-        self._maxima: dict[int, Step] = {}
+        self._maxima: dict[int, list[Step]] = {}
 
     def plan(self, sources: Mapping[str, TensorMeta]) -> RefitPlan:
         """Plan a source whose tensors are all known.
@@ -176,8 +176,8 @@ class PlanBuilder:
                 self._problems.append(f"{name}: {verdict}")
                 return []
             steps.append(_step(name, meta, index, verdict))
-            if (wide := fit_maximum(verdict, self._slots[index])) is not None:
-                self._maxima[index] = _step(name, meta, index, wide)
+            if maxima := fit_maxima(verdict, self._slots[index], is_cut=self._is_cut(index)):
+                self._maxima[index] = [_step(name, meta, index, each) for each in maxima]
         if indexes[0] in found:
             is_alias = name.removesuffix(SCALE_SUFFIX) in self._aliases
             self._ignored.append(name if is_alias else found[indexes[0]].source)
@@ -200,14 +200,23 @@ class PlanBuilder:
                     self._problems.append(f"{name}: {verdict}")
                     return []
                 steps[index] = _step(name, meta, index, verdict, expert)
-                if (wide := fit_maximum(verdict, self._slots[index], first_row)) is not None:
-                    self._maxima[index] = _step(name, meta, index, wide, expert)
+                if maxima := fit_maxima(verdict, self._slots[index], first_row, is_cut=self._is_cut(index)):
+                    self._maxima[index] = [_step(name, meta, index, each, expert) for each in maxima]
         found.update(steps)
         return list(steps.values()) if is_scale else self._with_maxima(list(steps.values()))
 
+    def _is_cut(self, index: int) -> bool:
+        """Whether the rank holds only parts of the matrices that share a slot's scale, and a kernel needs to know."""
+        slot = self._slots[index]
+        return slot.format is not None and slot.format.needs_own_maximum and slot.group in self._cut
+
+    @cached_property
+    def _cut(self) -> frozenset[tuple[int, int]]:
+        return cut_groups(self._slots)
+
     def _with_maxima(self, steps: Sequence[Step]) -> list[Step]:
         """Steps, after those that find the maxima that they need."""
-        return [*(self._maxima[step.slot] for step in steps if step.slot in self._maxima), *steps]
+        return [*(maximum for step in steps for maximum in self._maxima.get(step.slot, ())), *steps]
 
     def _held_stacked(self, name: str) -> tuple[str, ...]:
         """The slots for a tensor whose name occurs only in files: those of all experts of its layer, or its own."""
@@ -240,7 +249,7 @@ class PlanBuilder:
         steps = tuple(
             step
             for index in range(len(self._slots))
-            for step in (self._maxima.get(index), self._weights.get(index), self._scales.get(index))
+            for step in (*self._maxima.get(index, ()), self._weights.get(index), self._scales.get(index))
             if step
         )
         digest = hashlib.sha256()
@@ -344,7 +353,7 @@ def _step(name: str, meta: TensorMeta, index: int, fit: Fit, expert: int | None 
 
 
 def _bytes_written(step: Step, slot: Slot) -> int:
-    if step.op is Op.MAXIMUM:
+    if step.op.finds_maximum:
         return 0
     target = slot.scale if step.op is Op.COPY_SCALES else slot.weight
     assert target is not None, f"{step=}"

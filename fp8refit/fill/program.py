@@ -105,7 +105,7 @@ def _by_kind(op: Op, elements: int, scales: int) -> tuple[int, int, int]:
             return 0, elements, 0
         case Op.COPY:
             return 0, 0, elements
-        case Op.MAXIMUM:
+        case Op.MAXIMUM | Op.OWN_MAXIMUM:
             return 0, 0, 0
         case _:
             assert_never(op)

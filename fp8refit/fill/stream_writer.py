@@ -15,7 +15,7 @@ from fp8refit.fill.plan import Step
 from fp8refit.fill.staging import ReadBox, Staging
 from fp8refit.fill.together import Together, share_scales
 from fp8refit.kernels.products import LowRank
-from fp8refit.live.slots import Op, TensorMeta
+from fp8refit.live.slots import TensorMeta
 from fp8refit.live.turn import DisplacedError
 from fp8refit.sources.files import StoredTensor
 from fp8refit.sources.pairs import check_readable
@@ -264,7 +264,7 @@ class StreamWriter:
             return
         for is_maximum in (True, False):
             for each in ready:
-                steps = [step for step in each.steps if (step.op is Op.MAXIMUM) is is_maximum]
+                steps = [step for step in each.steps if step.op.finds_maximum is is_maximum]
                 self._stage(each.name, steps, each.tensor, each.read_box)
 
     def _stage(self, name: str, steps: Sequence[Step], tensor: Tensor, read_box: ReadBox | None = None) -> None:

@@ -14,7 +14,7 @@ from fp8refit.kernels import Task
 from fp8refit.kernels.products import LowRank
 from fp8refit.kernels.reference_table import fits_scale_format
 from fp8refit.live.formats import ScaleFormat
-from fp8refit.live.slots import Op, Slot
+from fp8refit.live.slots import Op, Slot, cut_groups
 
 
 class Maxima:
@@ -28,17 +28,27 @@ class Maxima:
     """
 
     def __init__(self, slots: Iterable[Slot], device: torch.device) -> None:
+        slots = tuple(slots)
         groups = dict.fromkeys(slot.group for slot in slots if slot.group is not None)
+        self._cut = cut_groups(slots) if groups else frozenset[tuple[int, int]]()
         self._places = {group: place for place, group in enumerate(groups)}
         with torch.inference_mode(False):  # a tensor that can be written in any mode
-            self._values = torch.zeros(len(groups), dtype=torch.float32, device=device)
+            self._values = torch.zeros(2, len(groups), dtype=torch.float32, device=device)
 
     def of(self, slot: Slot) -> Tensor | None:
         """The maximum (1,) float32 of a slot's group; None if it has none."""
-        if slot.group is None:
+        return self._at(0, slot.group)
+
+    def own_of(self, slot: Slot) -> Tensor | None:
+        """That of what the rank holds of it."""
+        group = slot.group
+        return self._at(int(group in self._cut), group)
+
+    def _at(self, row: int, group: tuple[int, int] | None) -> Tensor | None:
+        if group is None:
             return None
-        place = self._places[slot.group]
-        return self._values[place : place + 1]
+        place = self._places[group]
+        return self._values[row, place : place + 1]
 
     def __bool__(self) -> bool:
         """Whether any slots share a scale."""
@@ -62,25 +72,27 @@ def bind(
     target, block_format = slot.scale if step.op is Op.COPY_SCALES else slot.weight, slot.format
     if block_format is not None and step.op is Op.COPY_SCALES and config.on_scale_mismatch == "copy":
         block_format = replace(block_format, scale_format=ScaleFormat.FP32)
-    maximum = maxima.of(slot) if maxima is not None else None
-    if step.op is Op.MAXIMUM:
-        target = maximum
+    maximum, own_maximum = (maxima.of(slot), maxima.own_of(slot)) if maxima else (None, None)
+    if step.op.finds_maximum:
+        target = maximum if step.op is Op.MAXIMUM else own_maximum
     assert target is not None, f"{step=}"
     if not step.shape:
         target = target.view(())
     return Task(
-        op=step.op,
+        op=Op.MAXIMUM if step.op.finds_maximum else step.op,
         source=source,
         offset=step.offset,
         target=target,
         scale=slot.scale if step.op is Op.QUANTIZE else None,
+        global_scale=slot.global_scale if step.op is Op.QUANTIZE else None,
         format=block_format,
         round_to_bf16=config.fp32_sources == "round_to_bf16" and not slot.is_optional,
         select=step.select,
         is_transposed=step.is_transposed,
         columns=_columns(step, slot),
         maximum=maximum if step.op is Op.QUANTIZE else None,
-        box_shape=step.shape if step.op is Op.MAXIMUM else None,
+        own_maximum=own_maximum if step.op is Op.QUANTIZE else None,
+        box_shape=step.shape if step.op.finds_maximum else None,
         product=product,
     )
 

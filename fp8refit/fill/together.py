@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
 from fp8refit.fill.plan import Step
-from fp8refit.live.slots import Op, Slot
+from fp8refit.live.slots import Slot
 
 ItemT = TypeVar("ItemT")
 Group: TypeAlias = tuple[int, int]
@@ -12,7 +12,7 @@ Group: TypeAlias = tuple[int, int]
 
 def share_scales(steps: Iterable[Step]) -> bool:
     """Whether a tensor goes to slots that may share a scale with others."""
-    return any(step.op is Op.MAXIMUM for step in steps)
+    return any(step.op.finds_maximum for step in steps)
 
 
 class Together(Generic[ItemT]):

@@ -38,7 +38,7 @@ def quantize_blockwise(
     format: BlockFormat | None = None,
     block_size: tuple[int, int] = (128, 128),
     scale_format: str = "fp32",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Quantize a matrix with the arithmetic that `refit` uses.
 
     For each block (blocks at the edges may be smaller): `amax = max(|x|)`; scale `s = amax / 448` for `fp32`, or the
@@ -51,14 +51,15 @@ def quantize_blockwise(
 
     Args:
         weight: (N, K), bfloat16, float16 or float32, any strides, CPU or CUDA. float32 is quantized as it is.
-        format: `PER_ROW`, `PER_TENSOR` or `MXFP8` of `fp8refit.live.formats`, or another of its `BlockFormat`, in place of the
-            next two.
+        format: `PER_ROW`, `PER_TENSOR`, `MXFP8` or `NVFP4` of `fp8refit.live.formats`, or another of its `BlockFormat`, in
+            place of the next two.
         block_size: Rows and columns of one block.
         scale_format: `"fp32"`, `"ue8m0"`, `"fp32_floored"`, `"fp32_reciprocal"` or `"fp32_dividing"`.
 
     Returns:
         Codes (N, K) float8_e4m3fn and scales (ceil(N / block_n), ceil(K / block_k)) float32, the multipliers that
-        dequantize (`weight_scale_inv` in a checkpoint). Scales of `MXFP8` are uint8: the exponent plus 127.
+        dequantize (`weight_scale_inv` in a checkpoint). Scales of `MXFP8` are uint8: the exponent plus 127. `NVFP4`: codes
+        (N, K / 2) uint8, two in each byte; scales (N, K / 16) float8_e4m3fn; and the scale of the whole weight (1,) float32.
 
     Raises:
         TypeError: `weight` is not a tensor.
@@ -74,6 +75,10 @@ def quantize_blockwise(
         raise ValueError(f"scale_format is {scale_format!r}; use one of {', '.join(map(repr, map(str, FLOAT_SCALES)))}")
     block_format = format or BlockFormat(scale_format=ScaleFormat(scale_format), block_size=block_size)
     _check_matrix("weight", weight)
+    if weight.shape[1] % block_format.block_size[1] and block_format.scale_format.has_two_levels:
+        raise ValueError(
+            f"weight has shape {list(weight.shape)}; NVFP4 needs rows of whole blocks of {block_format.block}"
+        )
     if problem := why_unreadable(weight):
         raise ValueError(f"weight {problem}")
     if weight.dtype not in SOURCE_DTYPES:
@@ -81,28 +86,48 @@ def quantize_blockwise(
             f"weight is {weight.dtype} with shape {list(weight.shape)}; "
             "quantize_blockwise takes a matrix of bfloat16, float16 or float32"
         )
-    codes = torch.empty(weight.shape, dtype=block_format.codes.dtype, device=weight.device)
+    return quantized(weight.detach(), block_format)
+
+
+def quantized(weight: Tensor, block_format: BlockFormat, maximum: float | None = None) -> tuple[Tensor, ...]:
+    """Quantize a matrix that was checked, as `quantize_blockwise` does.
+
+    Args:
+        weight: The matrix.
+        block_format: How.
+        maximum: The largest magnitude of it and of all that share a scale with it, if there are others.
+
+    Raises:
+        NonFiniteError: `weight` holds NaN or Inf.
+    """
+    (rows, columns), in_one = weight.shape, block_format.codes.per_element
+    codes = torch.empty((rows, -(-columns // in_one)), dtype=block_format.codes.dtype, device=weight.device)
     scale_shape = block_format.scale_shape(weight.shape)
     scale = torch.empty(scale_shape, dtype=block_format.scale_format.dtype, device=weight.device)
+    over_all = torch.zeros(1, dtype=torch.float32, device=weight.device)
+    has_two = block_format.scale_format.has_two_levels
     task = Task(
         op=Op.QUANTIZE,
-        source=weight.detach(),
+        source=weight,
         offset=(0, 0),
         target=codes,
         scale=scale,
+        global_scale=over_all if has_two else None,
         format=block_format,
         round_to_bf16=False,
     )
     tasks = [task]
-    if block_format.is_shared:
-        maximum = torch.zeros(1, dtype=torch.float32, device=weight.device)
-        found = replace(task, op=Op.MAXIMUM, target=maximum, scale=None, box_shape=tuple(weight.shape))
-        tasks = [found, replace(task, maximum=maximum)]
+    if block_format.needs_maximum:
+        found = torch.full((1,), maximum or 0.0, dtype=torch.float32, device=weight.device)
+        raised = replace(
+            task, op=Op.MAXIMUM, target=found, scale=None, global_scale=None, box_shape=tuple(weight.shape)
+        )
+        tasks = [raised, replace(task, maximum=found, own_maximum=found)]
     table = compile_table(tasks, weight.device)
     table.launch(check=True)
     if table.bad_tasks():
         raise NonFiniteError(["weight"], written=False)
-    return codes, scale
+    return (codes, scale, over_all) if has_two else (codes, scale)
 
 
 def dequantize_blockwise(

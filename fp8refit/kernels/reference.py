@@ -5,9 +5,20 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from fp8refit.live.formats import AmaxOver, BlockFormat, Codes, ScaleFormat
+from fp8refit.kernels.placement import packed, put_half_codes, put_scales
+from fp8refit.live.formats import AmaxOver, BlockFormat, Codes, Placement, ScaleFormat
 
 E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+E2M1_LEAST_SCALE = 2.0**-9
+_E2M1_MIDPOINTS = 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0
+"""Between neighbors of 0, 0.5, 1, 1.5, 2, 3, 4 and 6. Those at odd places round up, to the even code."""
+MARLIN_GLOBAL = 2.0**119
+"""What Marlin's kernels for BF16 want the scale of a whole weight times (`nvfp4_marlin_process_global_scale` of vLLM)."""
+MARLIN_RAISE = 120
+"""How much higher the byte of a scale is that Marlin reads with five bits of exponent and no sign."""
+MARLIN_LEAST = 2.0**-6
+"""Marlin reads smaller scales as zero (`nvfp4_marlin_process_scales` of vLLM)."""
 _LEAST_POWER = 0x400000
 """Bits of 2**-127, the only power of two in E8M0 that is denormal as float32."""
 
@@ -22,6 +33,8 @@ def block_scales(amax: Tensor, block_format: BlockFormat) -> Tensor:
     match block_format.codes:
         case Codes.E4M3:
             amax = amax.clamp(min=block_format.scale_format.amax_floor)
+        case Codes.E2M1:
+            raise AssertionError("has scales of two levels")
         case _:
             assert_never(block_format.codes)
     match block_format.scale_format:
@@ -36,6 +49,8 @@ def block_scales(amax: Tensor, block_format: BlockFormat) -> Tensor:
             bits = amax.view(torch.int32)
             exponent = (bits >> 23) - less + ((bits & 0x7FFFFF) > limit).to(torch.int32)
             return torch.where(exponent > 0, exponent.clamp(max=254) << 23, _LEAST_POWER).view(torch.float32)
+        case ScaleFormat.NV_E4M3:
+            raise AssertionError("has scales of two levels")
         case _:
             assert_never(block_format.scale_format)
 
@@ -81,6 +96,89 @@ def quantize_reference(
     codes = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(block_format.codes.dtype).view_as(padded)[:rows, :cols]
     stored = stored_scales(scale, block_format.scale_format)
     return codes.contiguous(), stored.view(num_n, num_k), ~torch.isfinite(amax).all()
+
+
+def global_scale_of(maximum: Tensor, scale_format: ScaleFormat) -> Tensor:
+    """The scale of a weight `amax / 2688`, from the largest magnitude (1,) float32 of it and of all that are fused into one."""
+    # Divide by a tensor: see `block_scales`.
+    return maximum.clamp(min=scale_format.amax_floor) / maximum.new_tensor([E2M1_MAX * E4M3_MAX])
+
+
+def quantize_two_levels(weight: Tensor, block_format: BlockFormat, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize `weight` (N, K) with scales of two levels, as ModelOpt's `NVFP4QTensor` does on a CPU.
+
+    Scale of a block `s = e4m3(clamp(amax / (6 * g), 2^-9, 448))`, 1 for a block of zeros; code `e2m1(x / (s * g))`, to nearest,
+    ties to even, at most 6. Everything in float32. A value whose quotient underflows keeps its sign, but not in ModelOpt's.
+
+    Args:
+        weight: The matrix.
+        block_format: How.
+        global_scale: The scale `g` of the weight (1,) float32.
+
+    Returns:
+        Codes (N, K) uint8, one in each byte, and scales (N, ceil(K / block_k)) float8_e4m3fn. They mean nothing if a value is
+        NaN or Inf.
+    """
+    (rows, cols), (_, block_k) = weight.shape, block_format.block_size
+    (_, num_k) = block_format.scale_shape(weight.shape)
+    padded = weight.new_zeros((rows, num_k * block_k), dtype=torch.float32)
+    padded[:, :cols] = weight
+    blocks = padded.view(rows, num_k, block_k)
+    amax = blocks.abs().amax(dim=2, keepdim=True)
+    scale = _small_scales(amax, global_scale)
+    scaled = blocks / (scale.to(torch.float32) * global_scale)
+    magnitude = scaled.abs().contiguous()
+    code = torch.zeros_like(magnitude, dtype=torch.uint8)
+    for place, midpoint in enumerate(_E2M1_MIDPOINTS):
+        code += magnitude >= midpoint if place % 2 else magnitude > midpoint
+    code += (blocks < 0).to(torch.uint8) << 3
+    return code.view(rows, -1)[:, :cols].contiguous(), scale.view(rows, num_k)
+
+
+def _small_scales(amax: Tensor, global_scale: Tensor) -> Tensor:
+    """The E4M3 scales of blocks with these largest magnitudes."""
+    wanted = amax / (E2M1_MAX * global_scale)
+    return torch.where(wanted == 0, 1.0, wanted).clamp(E2M1_LEAST_SCALE, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def put_two_levels(
+    target: Tensor,
+    scale: Tensor,
+    global_scale: Tensor,
+    quantized: tuple[Tensor, Tensor, Tensor],
+    placement: Placement,
+    own_maximum: Tensor | None = None,
+) -> None:
+    """Write a matrix with scales of two levels as its kernel reads it.
+
+    For Marlin, the blocks' scales are raised by the largest power of two with which the largest one stays at most 448, and that
+    of the weight is lowered by it (`_nvfp4_compute_scale_factor` of vLLM).
+
+    Args:
+        target: Where codes go, two in each byte.
+        scale: Where the blocks' scales go, float8_e4m3fn.
+        global_scale: Where that of the weight goes.
+        quantized: Codes (N, K) uint8, the blocks' scales (N, blocks), and that of the weight (1,).
+        placement: How they lie.
+        own_maximum: The largest magnitude (1,) float32 of what the rank holds of the weight and of all that are fused into one.
+    """
+    codes, scales, over_all = quantized
+    match placement:
+        case Placement.ROW_MAJOR:
+            target.copy_(packed(codes))
+            scale.view(torch.uint8).copy_(scales.view(torch.uint8))
+        case Placement.MARLIN:
+            assert own_maximum is not None, f"{placement=}"
+            largest = _small_scales(own_maximum, over_all).to(torch.float32).view(torch.int32)
+            more = 135 - (largest >> 23) - (largest & 0x7FFFFF > 0x600000).to(torch.int32)  # 448 = 1.75 * 2^(135 - 127)
+            raised = (scales.to(torch.float32) * 2.0**more).clamp(max=E4M3_MAX)
+            as_read = raised.to(torch.float8_e4m3fn).view(torch.uint8) + MARLIN_RAISE
+            put_half_codes(target, codes)
+            put_scales(scale.view(torch.uint8), torch.where(raised < MARLIN_LEAST, 0, as_read))
+            over_all = over_all * MARLIN_GLOBAL / 2.0**more
+        case _:
+            assert_never(placement)
+    global_scale.copy_(over_all.reshape(global_scale.shape))
 
 
 def dequantize_reference(codes: Tensor, scale: Tensor, block_size: tuple[int, int]) -> Tensor:

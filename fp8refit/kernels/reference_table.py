@@ -12,9 +12,15 @@ from typing_extensions import override
 from fp8refit.kernels.merge import add_product
 from fp8refit.kernels.placement import put_codes, put_scales
 from fp8refit.kernels.products import LowRank
-from fp8refit.kernels.reference import block_scales, quantize_reference
+from fp8refit.kernels.reference import (
+    block_scales,
+    global_scale_of,
+    put_two_levels,
+    quantize_reference,
+    quantize_two_levels,
+)
 from fp8refit.kernels.work import Action, Task, WorkTable, assert_is_writable, is_empty
-from fp8refit.live.formats import Placement, ScaleFormat
+from fp8refit.live.formats import BlockFormat, Placement, ScaleFormat
 from fp8refit.live.layout_guard import Addresses
 from fp8refit.live.slots import Op
 
@@ -114,6 +120,7 @@ class ReferenceTable(WorkTable):
                 self._bad.add(index)
             if action.compares and written is not task:
                 found = _num_differing(written.target, task.target), _num_differing(written.scale, task.scale)
+                found = found[0], found[1] + _num_differing(written.global_scale, task.global_scale)
                 elements, scales = self._counts.get(index, (0, 0))
                 if any(found):
                     self._counts[index] = elements + found[0], scales + found[1]
@@ -156,8 +163,8 @@ def _merge(source: Tensor, product: LowRank | None) -> Tensor:
 
 def _with_own_targets(task: Task) -> Task:
     """Return the task with new targets, so that the live ones stay as they are."""
-    scale = torch.empty_like(task.scale) if task.scale is not None else None
-    return replace(task, target=torch.empty_like(task.target), scale=scale)
+    scale, global_scale = (None if held is None else torch.empty_like(held) for held in (task.scale, task.global_scale))
+    return replace(task, target=torch.empty_like(task.target), scale=scale, global_scale=global_scale)
 
 
 def _num_differing(one: Tensor | None, other: Tensor | None) -> int:
@@ -183,6 +190,9 @@ def _run_reference(task: Task, source: Tensor) -> bool:
         return bool(~torch.isfinite(amax))
     if task.op is Op.QUANTIZE:
         assert task.scale is not None and task.format is not None, f"{task=}"
+        if task.format.scale_format.has_two_levels:
+            _run_two_levels(task, source, task.scale, task.format)
+            return False
         given = block_scales(task.maximum, task.format) if task.maximum is not None else None
         codes, scale, is_bad = quantize_reference(source, task.format, given)
         if task.columns is not None:
@@ -205,6 +215,15 @@ def _run_reference(task: Task, source: Tensor) -> bool:
     if task.op is Op.COPY_SCALES and task.format is not None:
         return bool(~fits_scale_format(values, task.format.scale_format).all())
     return bool(~torch.isfinite(values).all())
+
+
+def _run_two_levels(task: Task, source: Tensor, scale: Tensor, block_format: BlockFormat) -> None:
+    """Quantize with scales of two levels. Who found the maximum has flagged NaN and Inf."""
+    assert task.maximum is not None and task.global_scale is not None, f"{task=}"
+    global_scale = global_scale_of(task.maximum, block_format.scale_format)
+    codes, scales = quantize_two_levels(source, block_format, global_scale)
+    quantized = codes, scales, global_scale
+    put_two_levels(task.target, scale, task.global_scale, quantized, block_format.placement, task.own_maximum)
 
 
 def fits_scale_format(scale: Tensor, scale_format: ScaleFormat) -> Tensor:

@@ -58,6 +58,10 @@ class Row(NamedTuple):
     target_cols: int
     maximum: int = 0
     """The address of the largest magnitude from which a shared scale follows."""
+    global_scale: int = 0
+    """The address of the scale of the whole weight, if scales have two levels."""
+    own_maximum: int = 0
+    """The address of the largest magnitude of the rank's own slice."""
 
 
 FIELDS = Row._fields
@@ -94,7 +98,9 @@ class Kind(NamedTuple):
     @property
     def has_shared_scale(self) -> bool:
         """Whether it finds a maximum from which a shared scale follows, or quantizes with such a scale."""
-        return self.format is not None and self.format.is_shared and self.op in (Op.MAXIMUM, Op.QUANTIZE)
+        if self.format is None:
+            return False
+        return self.op is Op.MAXIMUM or (self.op is Op.QUANTIZE and self.format.is_shared)
 
     @property
     def has_groups(self) -> bool:
@@ -245,9 +251,11 @@ def _rows_of(index: int, task: Task) -> list[tuple[Kind, Row, int]]:
         assert task.scale is not None and task.format is not None and box.ndim == 2, f"{task=}"
         has_rows = task.format.has_rows
         has_kernel = (
-            has_rows or task.maximum is not None or (WHOLE not in task.format.block_size and task.columns is None)
+            has_rows
+            or (task.format.is_shared and task.maximum is not None)
+            or (WHOLE not in task.format.block_size and task.columns is None)
         )
-        needs_groups = task.format.scale_format.has_exponents or task.format.is_tiled
+        needs_groups = task.format.scale_format.dtype is not torch.float32 or task.format.is_tiled
         has_kernel = has_kernel and (task.format.block_size[1] in _GROUPS or not needs_groups)
         assert has_kernel, f"{task.format}: no kernel takes one maximum of so many values"
         pieces = [(box, _as_matrix(task.target, task.format))]
@@ -289,6 +297,8 @@ def _rows_of(index: int, task: Task) -> list[tuple[Kind, Row, int]]:
             first_col=first_col,
             target_cols=target.shape[1],
             maximum=0 if task.maximum is None else task.maximum.data_ptr(),
+            global_scale=0 if task.global_scale is None else task.global_scale.data_ptr(),
+            own_maximum=0 if task.own_maximum is None else task.own_maximum.data_ptr(),
         )
         rows.append((kind, row, source_at - task.source.data_ptr()))
     return rows

@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8refit.kernels.rows import COPY_TILE, NUM_FIELDS, Kind
+from fp8refit.kernels.triton_levels import quantize_levels
+from fp8refit.kernels.triton_parts import add_count, bits_of, bits_to_compare, magnitude_bits, put_codes, row_of
 from fp8refit.kernels.triton_products import TRITON_DTYPES, constants_of, product_of_block
 from fp8refit.kernels.work import Action
 from fp8refit.live.formats import AmaxOver, BlockFormat, Codes, ScaleFormat
@@ -118,6 +120,17 @@ def launch_of(kind: Kind, device: torch.device, *, check: bool, action: Action) 
         }
         num_warps = max(tile.rows * tile.cols // _ELEMENTS_PER_ROW_WARP, _QUANTIZE_WARPS)
         return Launch(_quantize_rows, common | others | _arithmetic(kind.format), num_warps=num_warps)
+    if kind.has_groups and kind.format is not None and kind.format.scale_format.has_two_levels:
+        tile_n, tile_k = kind.tile
+        levels: dict[str, Any] = {
+            "TILE_N": tile_n,
+            "TILE_K": tile_k,
+            "GROUP": kind.format.block_size[1],
+            "IS_MARLIN": kind.format.is_tiled,
+            "AMAX_FLOOR": kind.format.scale_format.amax_floor,
+            "ROUND_TO_BF16": kind.round_to_bf16,
+        }
+        return Launch(quantize_levels, common | levels, num_warps=_QUANTIZE_WARPS)
     if kind.has_groups:
         assert kind.format is not None, f"{kind=}"
         tile_n, tile_k = kind.tile
@@ -165,7 +178,7 @@ def launch_of(kind: Kind, device: torch.device, *, check: bool, action: Action) 
 def _arithmetic(block_format: BlockFormat) -> dict[str, Any]:
     """The constants by which `_quantize_tiles` computes scales, each from one block of a slice, and codes."""
     match block_format.codes:
-        case Codes.E4M3:
+        case Codes.E4M3 | Codes.E2M1:
             pass
         case _:
             assert_never(block_format.codes)
@@ -180,7 +193,7 @@ def _arithmetic(block_format: BlockFormat) -> dict[str, Any]:
             is_reciprocal = False
         case ScaleFormat.FP32_RECIPROCAL:
             is_reciprocal = True
-        case ScaleFormat.UE8M0 | ScaleFormat.MX_CEIL | ScaleFormat.MX_FLOOR | ScaleFormat.MX_UNIT:
+        case ScaleFormat.UE8M0 | ScaleFormat.MX_CEIL | ScaleFormat.MX_FLOOR | ScaleFormat.MX_UNIT | ScaleFormat.NV_E4M3:
             is_reciprocal = False
         case _:
             assert_never(scale_format)
@@ -195,18 +208,12 @@ def _arithmetic(block_format: BlockFormat) -> dict[str, Any]:
 
 
 @triton.jit
-def _magnitude_bits(x):
-    """float32 bits of |x|, which sort like the magnitudes, with Inf and NaN above every finite value."""
-    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
 def _amax_bits(x):
-    """`_magnitude_bits` of a block's largest magnitude. 16-bit values are compared in 16 bits: half the registers."""
+    """`magnitude_bits` of a block's largest magnitude. 16-bit values are compared in 16 bits: half the registers."""
     if x.dtype.primitive_bitwidth == 16:
         largest = tl.max(tl.max(x.to(tl.int16, bitcast=True) & 0x7FFF, axis=1), axis=0).to(tl.int16)
-        return _magnitude_bits(largest.to(x.dtype, bitcast=True))
-    return tl.max(tl.max(_magnitude_bits(x), axis=1), axis=0)
+        return magnitude_bits(largest.to(x.dtype, bitcast=True))
+    return tl.max(tl.max(magnitude_bits(x), axis=1), axis=0)
 
 
 @triton.jit
@@ -239,51 +246,6 @@ def _code_of(x, s, DIVIDES: tl.constexpr, SATURATES: tl.constexpr):
     if not SATURATES:  # a GPU's cast does: cvt.rn.satfinite.e4m3x2
         code = tl.minimum(tl.maximum(code, -448.0), 448.0)
     return code.to(tl.float8e4nv)
-
-
-@triton.jit
-def _put_codes(code, target_at, mask, WRITE: tl.constexpr, COMPARE: tl.constexpr):
-    """Count the codes that are not there, and store them."""
-    num_other = 0
-    if COMPARE:
-        bytes_at = target_at.to(tl.pointer_type(tl.int8), bitcast=True)
-        held = tl.load(bytes_at, mask=mask, other=0)
-        new = code.to(tl.int8, bitcast=True)
-        if WRITE:  # ptxas of CUDA 12.8 compares other registers than those that it stores, so they are read again
-            tl.store(bytes_at, new, mask=mask)
-            tl.debug_barrier()
-            new = tl.load(bytes_at, mask=mask, other=0, volatile=True)
-        is_other = (new != held) & mask
-        # Not a sum of integers: ptxas of CUDA 12.8 to 13.0 dies of what Triton 3.6 and 3.7 make of it beside the store.
-        num_other = tl.sum(tl.sum(tl.where(is_other, 1.0, 0.0), axis=1), axis=0).to(tl.int32)
-    elif WRITE:
-        tl.store(target_at, code, mask=mask)
-    return num_other
-
-
-@triton.jit
-def _add_count(differs, task, of_scales: tl.constexpr, count):
-    """Add to a task's count of elements, or of scales, that differ."""
-    tl.atomic_add(differs + 2 * task + of_scales, count, mask=count > 0, sem="relaxed")
-
-
-@triton.jit
-def _row_of(row, shift, SOURCE: tl.constexpr, TARGET: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    """Of a row of the table: source, target, columns, strides of the source's rows and columns, stride of the target's rows."""
-    source = (tl.load(row + 0) + shift).to(tl.pointer_type(SOURCE))
-    target = tl.load(row + 1).to(tl.pointer_type(TARGET))
-    num_cols = tl.load(row + 4)
-    source_row = tl.load(row + 5)
-    source_col = tl.load(row + 6)
-    target_row = tl.load(row + 7)
-    if IS_ALIGNED:
-        source = tl.multiple_of(source, 16)
-        target = tl.multiple_of(target, 16)
-        num_cols = tl.multiple_of(num_cols, 16)
-        source_row = tl.multiple_of(source_row, 16)
-        target_row = tl.multiple_of(target_row, 16)
-        source_col = 1
-    return source, target, num_cols, source_row, source_col, target_row
 
 
 @triton.jit(do_not_specialize=["shift", "first_tile", "num_tiles"])
@@ -323,9 +285,7 @@ def _quantize_tile(
     """
     number = tl.load(tile_rows + tile).to(tl.int64)
     row = matrix + number * NUM_FIELDS
-    source, target, num_cols, source_row, source_col, target_row = _row_of(
-        row, shift, SOURCE, tl.float8e4nv, IS_ALIGNED
-    )
+    source, target, num_cols, source_row, source_col, target_row = row_of(row, shift, SOURCE, tl.float8e4nv, IS_ALIGNED)
     num_cols = num_cols.to(tl.int32)
     scale = tl.load(row + 2).to(tl.pointer_type(tl.float32))
     num_rows = tl.load(row + 3).to(tl.int32)
@@ -368,22 +328,15 @@ def _quantize_tile(
         target_at = target + first_n.to(tl.int64) * target_row + first_k
         target_at += n[:, None] * target_row + k[None, :]
         scale_at = scale if IS_SHARED else scale + block_n * scale_row + block_k
-        num_other = _put_codes(code, target_at, mask, WRITE, COMPARE)
+        num_other = put_codes(code, target_at, mask, WRITE, COMPARE)
         if COMPARE:
             s_bits, bits_at = s.to(tl.int32, bitcast=True), scale_at.to(tl.pointer_type(tl.int32))
             # Many write a shared scale: the first one sees what was there.
             held = tl.atomic_xchg(bits_at, s_bits, sem="relaxed") if IS_SHARED and WRITE else tl.load(bits_at)
-            _add_count(differs, tl.load(row + 11), 0, num_other)
-            _add_count(differs, tl.load(row + 11), 1, (held != s_bits).to(tl.int32))
+            add_count(differs, tl.load(row + 11), 0, num_other)
+            add_count(differs, tl.load(row + 11), 1, (held != s_bits).to(tl.int32))
         if WRITE and not (IS_SHARED and COMPARE):
             tl.store(scale_at, s)
-
-
-@triton.jit
-def _bits_to_compare(x):
-    """Bits of |x| that sort like the magnitudes, in as many bits as `x` has."""
-    is_short: tl.constexpr = x.dtype.primitive_bitwidth == 16
-    return (x.to(tl.int16, bitcast=True) & 0x7FFF) if is_short else _magnitude_bits(x)
 
 
 @triton.jit
@@ -403,9 +356,7 @@ def _quantize_rows(
     """One program quantizes `TILE_N` rows, each with one scale. It holds them in `NUM_PARTS`, or reads them twice."""
     tile = first_tile + tl.program_id(0)
     row = matrix + tl.load(tile_rows + tile).to(tl.int64) * NUM_FIELDS
-    source, target, num_cols, source_row, source_col, target_row = _row_of(
-        row, shift, SOURCE, tl.float8e4nv, IS_ALIGNED
-    )
+    source, target, num_cols, source_row, source_col, target_row = row_of(row, shift, SOURCE, tl.float8e4nv, IS_ALIGNED)
     num_cols = num_cols.to(tl.int32)
     scale = tl.load(row + 2).to(tl.pointer_type(tl.float32))
     num_rows = tl.load(row + 3).to(tl.int32)
@@ -428,14 +379,14 @@ def _quantize_rows(
     if NUM_PARTS:
         for part in tl.static_range(NUM_PARTS):
             x = _part_of_rows(source_at, part * TILE_K, source_col, is_row, k, num_cols, VALUES)
-            largest = tl.maximum(largest, _bits_to_compare(x))
+            largest = tl.maximum(largest, bits_to_compare(x))
             parts = parts + (x,)  # noqa: RUF005 Triton knows no star
     else:
         for first_k in range(0, num_cols, TILE_K):
             x = _part_of_rows(source_at, first_k, source_col, is_row, k, num_cols, VALUES)
-            largest = tl.maximum(largest, _bits_to_compare(x))
+            largest = tl.maximum(largest, bits_to_compare(x))
     most = tl.max(largest, axis=1)
-    amax_bits = _magnitude_bits(most.to(tl.int16).to(VALUES, bitcast=True)) if is_short else most
+    amax_bits = magnitude_bits(most.to(tl.int16).to(VALUES, bitcast=True)) if is_short else most
     if CHECK:
         tl.store(status + tl.load(row + 11), 1, mask=tl.max(amax_bits, axis=0) >= 0x7F800000)
     if WRITE or COMPARE:
@@ -454,7 +405,7 @@ def _quantize_rows(
                 code = _code_of(parts[part].to(tl.float32), s[:, None], DIVIDES, SATURATES)
                 at = part * TILE_K - first_col
                 mask = is_row & ((at + k >= 0) & (at + k < target_cols))[None, :]
-                num_other += _put_codes(code, target_at + at, mask, WRITE, COMPARE)
+                num_other += put_codes(code, target_at + at, mask, WRITE, COMPARE)
         else:
             for first_k in range(0, target_cols, TILE_K):
                 x = _part_of_rows(
@@ -462,10 +413,10 @@ def _quantize_rows(
                 )
                 code = _code_of(x.to(tl.float32), s[:, None], DIVIDES, SATURATES)
                 mask = is_row & (first_k + k < target_cols)[None, :]
-                num_other += _put_codes(code, target_at + first_k, mask, WRITE, COMPARE)
+                num_other += put_codes(code, target_at + first_k, mask, WRITE, COMPARE)
         if COMPARE:
-            _add_count(differs, tl.load(row + 11), 0, num_other)
-            _add_count(differs, tl.load(row + 11), 1, num_scales)
+            add_count(differs, tl.load(row + 11), 0, num_other)
+            add_count(differs, tl.load(row + 11), 1, num_scales)
 
 
 @triton.jit(do_not_specialize=["shift", "first_tile", "num_tiles"])
@@ -482,9 +433,7 @@ def _quantize_groups(
     """
     tile = first_tile + tl.program_id(0)
     row = matrix + tl.load(tile_rows + tile).to(tl.int64) * NUM_FIELDS
-    source, target, num_cols, source_row, source_col, target_row = _row_of(
-        row, shift, SOURCE, tl.float8e4nv, IS_ALIGNED
-    )
+    source, target, num_cols, source_row, source_col, target_row = row_of(row, shift, SOURCE, tl.float8e4nv, IS_ALIGNED)
     num_cols = num_cols.to(tl.int32)
     num_rows = tl.load(row + 3).to(tl.int32)
     scale_row = tl.load(row + 8)
@@ -500,9 +449,9 @@ def _quantize_groups(
     mask = is_row[:, None] & (first_k + k < num_cols)[None, :]
     source_at = source + first_n * source_row + first_k.to(tl.int64) * source_col
     x = tl.load(source_at + n[:, None] * source_row + k[None, :] * source_col, mask=mask, other=0.0).to(VALUES)
-    most = tl.max(tl.reshape(_bits_to_compare(x), (TILE_N, GROUPS, GROUP)), axis=2)
+    most = tl.max(tl.reshape(bits_to_compare(x), (TILE_N, GROUPS, GROUP)), axis=2)
     is_short: tl.constexpr = VALUES.primitive_bitwidth == 16
-    amax_bits = _magnitude_bits(most.to(tl.int16).to(VALUES, bitcast=True)) if is_short else most
+    amax_bits = magnitude_bits(most.to(tl.int16).to(VALUES, bitcast=True)) if is_short else most
     if CHECK:
         tl.store(status + tl.load(row + 11), 1, mask=tl.max(tl.max(amax_bits, axis=1), axis=0) >= 0x7F800000)
     if WRITE or COMPARE:
@@ -533,28 +482,14 @@ def _quantize_groups(
             scales = stored
             scale_at = scale + (first_n + n)[:, None] * scale_row + (first_group + group)[None, :]
             is_scale = is_row[:, None] & is_group[None, :]
-        num_other = _put_codes(code_2d, target_at, mask, WRITE, COMPARE)
+        num_other = put_codes(code_2d, target_at, mask, WRITE, COMPARE)
         if COMPARE:
             held = tl.load(scale_at, mask=is_scale, other=0)
-            num_scales = tl.sum(tl.sum(((_bits(held) != _bits(scales)) & is_scale).to(tl.int32), axis=1), axis=0)
-            _add_count(differs, tl.load(row + 11), 0, num_other)
-            _add_count(differs, tl.load(row + 11), 1, num_scales)
+            num_scales = tl.sum(tl.sum(((bits_of(held) != bits_of(scales)) & is_scale).to(tl.int32), axis=1), axis=0)
+            add_count(differs, tl.load(row + 11), 0, num_other)
+            add_count(differs, tl.load(row + 11), 1, num_scales)
         if WRITE:
             tl.store(scale_at, scales, mask=is_scale)
-
-
-@triton.jit
-def _bits(x):
-    """The bits of values of any dtype."""
-    if x.dtype.primitive_bitwidth == 8:
-        bits = x.to(tl.int8, bitcast=True)
-    elif x.dtype.primitive_bitwidth == 16:
-        bits = x.to(tl.int16, bitcast=True)
-    elif x.dtype.primitive_bitwidth == 32:
-        bits = x.to(tl.int32, bitcast=True)
-    else:
-        bits = x.to(tl.int64, bitcast=True)
-    return bits
 
 
 @triton.jit(do_not_specialize=["shift", "first_tile", "num_tiles"])
@@ -567,7 +502,7 @@ def _copy_tiles(
     """One program copies one segment of one row. `RULE` is a `Check`: what to flag."""
     tile = first_tile + tl.program_id(0)
     row = matrix + tl.load(tile_rows + tile).to(tl.int64) * NUM_FIELDS
-    source, target, num_cols, source_row, source_col, target_row = _row_of(row, shift, SOURCE, TARGET, IS_ALIGNED)
+    source, target, num_cols, source_row, source_col, target_row = row_of(row, shift, SOURCE, TARGET, IS_ALIGNED)
     local = (tile - tl.load(row + 9)).to(tl.int32)
     tiles_per_row = tl.load(row + 10).to(tl.int32)
 
@@ -579,13 +514,13 @@ def _copy_tiles(
     value = x if SOURCE == TARGET else x.to(tl.float32).to(TARGET)
     target_at = target + n * target_row + first_k + k
     if COMPARE:
-        is_other = _bits(tl.load(target_at, mask=mask, other=0)) != _bits(value)
-        _add_count(differs, tl.load(row + 11), 0, tl.sum((is_other & mask).to(tl.int32), axis=0))
+        is_other = bits_of(tl.load(target_at, mask=mask, other=0)) != bits_of(value)
+        add_count(differs, tl.load(row + 11), 0, tl.sum((is_other & mask).to(tl.int32), axis=0))
     if WRITE:
         tl.store(target_at, value, mask=mask)
     if CHECK:
         if RULE == 0:
-            is_bad = _magnitude_bits(value) >= 0x7F800000
+            is_bad = magnitude_bits(value) >= 0x7F800000
         elif RULE == 1:
             is_bad = (value & 0x7F) == 0x7F
         else:

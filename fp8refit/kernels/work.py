@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8refit.kernels.products import LowRank
-from fp8refit.live.formats import MARLIN_TILE, BlockFormat, Placement
+from fp8refit.live.formats import BlockFormat, Placement
 from fp8refit.live.layout_guard import Addresses
 from fp8refit.live.slots import Op
 
@@ -53,6 +53,8 @@ class Task:
     """Live weight, or live scale for `COPY_SCALES`. Its last dimension is contiguous."""
     scale: Tensor | None = None
     """Live scale for `QUANTIZE`."""
+    global_scale: Tensor | None = None
+    """Live scale of the whole weight, if scales have two levels."""
     format: BlockFormat | None = None
     """How the live tensors hold it quantized; None for `COPY`."""
     round_to_bf16: bool = True
@@ -65,8 +67,10 @@ class Task:
     """Number of columns of the box, and which of them the target's first one is, if a scale covers more than the target holds.
     Without it, the box has the target's shape."""
     maximum: Tensor | None = None
-    """The largest magnitude (1,) float32 from which the scale follows, for `QUANTIZE` in a format with shared scales. Tasks of
+    """The largest magnitude (1,) float32 from which the scale follows, for `QUANTIZE` in a format that needs it. Tasks of
     `MAXIMUM`, whose target it is, have raised it."""
+    own_maximum: Tensor | None = None
+    """That of what the rank holds; see `BlockFormat.needs_own_maximum`."""
     box_shape: tuple[int, ...] | None = None
     """Shape of the box of `MAXIMUM`."""
     product: LowRank | None = None
@@ -78,7 +82,7 @@ class Task:
         if self.box_shape is not None:
             return self.box_shape
         shape = tuple(self.target.shape)
-        if self.format is not None and self.format.is_tiled and self.op in (Op.QUANTIZE, Op.COPY_CODES):
+        if self.format is not None and self.op in (Op.QUANTIZE, Op.COPY_CODES):
             shape = self.format.shape_of(shape)
         return shape if self.columns is None else (*shape[:-1], self.columns[0])
 
@@ -221,11 +225,15 @@ def assert_is_writable(task: Task) -> None:
     assert task.format is not None, f"{task.op=}"
     dtype = task.format.scale_format.dtype if task.op is Op.COPY_SCALES else task.format.codes.dtype
     assert task.target.dtype is dtype, f"{task.target.dtype=} {task.format=}"
+    if task.format.scale_format.has_two_levels:
+        assert task.op is Op.QUANTIZE and task.maximum is not None, f"{task.op=} {task.format=}"
+        assert task.global_scale is not None and task.global_scale.dtype is torch.float32, f"{task.format=}"
+        assert task.own_maximum is not None or not task.format.needs_own_maximum, f"{task.format=}"
     match task.format.placement:
         case Placement.ROW_MAJOR:
             pass
         case Placement.MARLIN:
             assert task.op is Op.QUANTIZE and task.format.has_groups, f"{task.op=} {task.format=}"
-            assert task.target.ndim == 3 and task.target.shape[-1] == prod(MARLIN_TILE), f"{task.target.shape=}"
+            assert task.target.ndim == 3 and task.target.shape[-1] == task.format.tile_elements, f"{task.target.shape=}"
         case _:
             assert_never(task.format.placement)

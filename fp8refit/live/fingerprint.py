@@ -36,7 +36,7 @@ def fingerprint(inventory: Inventory) -> str:
 def _storages(inventory: Inventory) -> set[int]:
     """Addresses of the storages that slots are views of."""
     slots = [slot for slot in inventory.slots if not slot.is_optional]
-    tensors = chain((slot.weight for slot in slots), (slot.scale for slot in slots if slot.scale is not None))
+    tensors = (each for slot in slots for each in (slot.weight, slot.scale, slot.global_scale) if each is not None)
     written = (tensor for refresh in inventory.refreshes for tensor in refresh.written)
     return {tensor.untyped_storage().data_ptr() for tensor in chain(tensors, written)}
 

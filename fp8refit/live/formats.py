@@ -7,6 +7,7 @@ names each place that lacks a new member, and until then the member is refused t
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import prod
 from typing import assert_never
 
 import torch
@@ -21,6 +22,8 @@ WHOLE = 2**31 - 1
 SCALE_SUFFIX = "_scale_inv"
 """A block-FP8 checkpoint stores the scales of `X`, the multipliers that dequantize it, as `X_scale_inv`. Here, they have this
 name in every container."""
+GLOBAL_SUFFIX = "_global_scale"
+"""What here follows the name of a weight in that of its one scale beside those of blocks."""
 
 
 class Codes(StrEnum):
@@ -28,6 +31,8 @@ class Codes(StrEnum):
 
     E4M3 = "e4m3"
     """One byte, at most 448."""
+    E2M1 = "e2m1"
+    """Half a byte, at most 6: two neighbors of a row in a byte, the first in its low half."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -35,6 +40,19 @@ class Codes(StrEnum):
         match self:
             case Codes.E4M3:
                 return torch.float8_e4m3fn
+            case Codes.E2M1:
+                return torch.uint8
+            case _:
+                assert_never(self)
+
+    @property
+    def per_element(self) -> int:
+        """How many stand in one element of that tensor."""
+        match self:
+            case Codes.E4M3:
+                return 1
+            case Codes.E2M1:
+                return 2
             case _:
                 assert_never(self)
 
@@ -59,6 +77,9 @@ class ScaleFormat(StrEnum):
     """Bytes of E8M0: the largest power of two that is at most `amax`, over 256, as OCP has it. Codes are at most 448."""
     MX_UNIT = "mx_unit"
     """Bytes of E8M0: the largest power of two that is at most `amax`."""
+    NV_E4M3 = "nv_e4m3"
+    """Scales of two levels. One for each weight: its `amax / 2688`. One for each block in E4M3: `amax / 6` over that, within
+    [2^-9, 448], and 1 if the block is zeros. Codes are values divided by the product of both."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,6 +95,8 @@ class ScaleFormat(StrEnum):
                 return torch.float32
             case ScaleFormat.MX_CEIL | ScaleFormat.MX_FLOOR | ScaleFormat.MX_UNIT:
                 return torch.uint8
+            case ScaleFormat.NV_E4M3:
+                return torch.float8_e4m3fn
             case _:
                 assert_never(self)
 
@@ -91,14 +114,20 @@ class ScaleFormat(StrEnum):
                 return 8, 0x7FFFFF
             case ScaleFormat.MX_UNIT:
                 return 0, 0x7FFFFF
-            case ScaleFormat.FP32 | ScaleFormat.FP32_FLOORED | ScaleFormat.FP32_RECIPROCAL | ScaleFormat.FP32_DIVIDING:
+            case (
+                ScaleFormat.FP32
+                | ScaleFormat.FP32_FLOORED
+                | ScaleFormat.FP32_RECIPROCAL
+                | ScaleFormat.FP32_DIVIDING
+                | ScaleFormat.NV_E4M3
+            ):
                 return None
             case _:
                 assert_never(self)
 
     @property
     def amax_floor(self) -> float:
-        """The least `amax`: blocks of zeros or of smaller values get its scale."""
+        """The least `amax`: blocks of zeros or of smaller values get its scale. With two levels, that of a whole weight."""
         match self:
             case ScaleFormat.FP32:
                 return 1e-10
@@ -108,6 +137,8 @@ class ScaleFormat(StrEnum):
                 return 2.0**-9
             case ScaleFormat.MX_CEIL | ScaleFormat.MX_FLOOR | ScaleFormat.MX_UNIT:
                 return 2.0**-126
+            case ScaleFormat.NV_E4M3:
+                return 2.0**-100
             case _:
                 assert_never(self)
 
@@ -122,10 +153,15 @@ class ScaleFormat(StrEnum):
         return self.dtype is torch.uint8
 
     @property
+    def has_two_levels(self) -> bool:
+        """Whether blocks have small scales, and the weight has one more for all."""
+        return self.dtype is torch.float8_e4m3fn
+
+    @property
     def divides(self) -> bool:
         """Whether codes are values divided by the scale. Others multiply by its reciprocal, and differ at midpoints."""
         match self:
-            case ScaleFormat.FP32_DIVIDING:
+            case ScaleFormat.FP32_DIVIDING | ScaleFormat.NV_E4M3:
                 return True
             case (
                 ScaleFormat.FP32
@@ -141,7 +177,7 @@ class ScaleFormat(StrEnum):
                 assert_never(self)
 
 
-FLOAT_SCALES = tuple(each for each in ScaleFormat if not each.has_exponents)
+FLOAT_SCALES = tuple(each for each in ScaleFormat if each.dtype is torch.float32)
 """Formats whose scales are float32, over blocks of any size."""
 
 
@@ -171,8 +207,8 @@ class Placement(StrEnum):
     ROW_MAJOR = "row_major"
     """In rows, as checkpoints hold them."""
     MARLIN = "marlin"
-    """In Marlin's tiles of 64 rows and 16 columns, (K / 16, N / 64, 1024); scales as (blocks per row, N / 64, 64). In a
-    tile, the bits of a place are those of row and column in another order; see `kernels/placement.py`."""
+    """In Marlin's tiles of 64 rows and 16 columns, (K / 16, N / 64, bytes of 1024 codes); scales as (blocks per row, N / 64,
+    64). In a tile, the bits of a place are those of row and column in another order; see `kernels/placement.py`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,6 +232,9 @@ class BlockFormat:
         object.__setattr__(self, "block_size", tuple(self.block_size))
         if self.scale_format.has_exponents and not self.has_groups:
             raise ValueError(f"block_size is {sides!r}; scales of E8M0 are those of several blocks per row, as (1, 32)")
+        has_two, in_one = self.scale_format.has_two_levels, self.codes.per_element
+        if has_two != (in_one == 2) or (has_two and not (self.has_groups and self.block_size[1] % in_one == 0)):
+            raise ValueError(f"codes are {self.codes} with {self}; E2M1 has NVFP4's scales, in blocks such as (1, 16)")
         if self.block_size[0] != 1 and not self.is_shared and self.amax_over.reaches_beyond:
             raise ValueError(
                 f"block_size is {sides!r}; a block of which ranks hold parts has one row, or is the matrix"
@@ -210,6 +249,16 @@ class BlockFormat:
     def is_shared(self) -> bool:
         """Whether it has one scale per weight, which all matrices that are fused into one share."""
         return self.block_size == (WHOLE, WHOLE)
+
+    @property
+    def needs_maximum(self) -> bool:
+        """Whether scales follow from the largest magnitude of the weight, and of all matrices that are fused into one."""
+        return self.is_shared or self.scale_format.has_two_levels
+
+    @property
+    def needs_own_maximum(self) -> bool:
+        """Whether what a kernel holds of the scales also follows from the largest magnitude of the rank's own slice."""
+        return self.scale_format.has_two_levels and self.is_tiled
 
     @property
     def has_groups(self) -> bool:
@@ -227,11 +276,16 @@ class BlockFormat:
             case _:
                 assert_never(self.placement)
 
+    @property
+    def tile_elements(self) -> int:
+        """Elements of the tensor that holds the codes of one of Marlin's tiles."""
+        return prod(MARLIN_TILE) // self.codes.per_element
+
     def shape_of(self, weight: Sequence[int]) -> tuple[int, ...]:
         """The shape of a matrix, or of a stack of them, that is held in memory of some shape."""
         match self.placement:
             case Placement.ROW_MAJOR:
-                return tuple(weight)
+                return (*weight[:-1], weight[-1] * self.codes.per_element) if len(weight) > 1 else tuple(weight)
             case Placement.MARLIN:
                 *stack, columns, rows, _ = weight
                 return (*stack, rows * MARLIN_TILE[0], columns * MARLIN_TILE[1])
@@ -293,7 +347,7 @@ class BlockFormat:
 
     def __str__(self) -> str:
         what = "row" if self.has_rows else "weight" if self.is_shared else f"{self.block} block"
-        return f"{self.scale_format} scales per {what}"
+        return f"{self.scale_format} scales per {what}{' and weight' if self.scale_format.has_two_levels else ''}"
 
 
 PER_ROW = BlockFormat(block_size=(1, WHOLE), scale_format=ScaleFormat.FP32_DIVIDING, amax_over=AmaxOver.WHOLE_BLOCK)
@@ -302,6 +356,10 @@ MXFP8 = BlockFormat(block_size=(1, 32), scale_format=ScaleFormat.MX_CEIL)
 """MXFP8 as vLLM quantizes it since 0.28; the rule of its scales is another one in other versions."""
 PER_TENSOR = BlockFormat(block_size=(WHOLE, WHOLE), amax_over=AmaxOver.WHOLE_BLOCK)
 """FP8 per tensor, as vLLM quantizes it: one scale per weight, whichever part of it a rank holds."""
+NVFP4 = BlockFormat(
+    block_size=(1, 16), scale_format=ScaleFormat.NV_E4M3, amax_over=AmaxOver.WHOLE_BLOCK, codes=Codes.E2M1
+)
+"""NVFP4 as ModelOpt quantizes it on a CPU."""
 
 
 class Container(StrEnum):
@@ -312,12 +370,14 @@ class Container(StrEnum):
     COMPRESSED_TENSORS = "compressed-tensors"
     """`..._scale`."""
     MODELOPT = "modelopt"
-    """`..._scale`, of shape (rows, 1, columns, 1)."""
+    """`..._scale`, of shape (rows, 1, columns, 1). NVFP4: `..._scale`, (rows, columns), and `..._scale_2` for the weight."""
 
     def holds(self, block_format: BlockFormat) -> bool:
         """Whether it has a form for a format whose activations are quantized as they come."""
         if block_format.scale_format.has_exponents:
             return False
+        if block_format.scale_format.has_two_levels:
+            return self is Container.MODELOPT
         match self:
             case Container.FP8:
                 return not block_format.has_rows
@@ -330,7 +390,7 @@ class Container(StrEnum):
 
     def or_other(self, block_format: BlockFormat) -> "Container":
         """This one, or another if it has no form for a format: an engine that quantizes itself boots from no container."""
-        others = (self, Container.FP8, Container.COMPRESSED_TENSORS)
+        others = (self, *Container)
         return next((each for each in others if each.holds(block_format)), self)
 
     def scale_suffix(self, block_format: BlockFormat) -> str:
@@ -343,6 +403,11 @@ class Container(StrEnum):
             case _:
                 assert_never(self)
 
+    @property
+    def global_suffix(self) -> str:
+        """What follows the name of a weight in that of its one scale beside those of blocks."""
+        return "_scale_2"
+
     def shape_of(self, scale: Sequence[int], block_format: BlockFormat) -> tuple[int, ...]:
         """The shape in which scales of some rows and columns of blocks are stored."""
         if block_format.is_shared:
@@ -351,23 +416,27 @@ class Container(StrEnum):
             case Container.FP8 | Container.COMPRESSED_TENSORS:
                 return tuple(scale)
             case Container.MODELOPT:
-                return tuple(size for side in scale for size in (side, 1))
+                return tuple(scale if block_format.has_groups else (size for side in scale for size in (side, 1)))
             case _:
                 assert_never(self)
 
 
 def quantization_config(
-    block_format: BlockFormat | None = None, kept: Iterable[str] = (), container: Container = Container.FP8
+    block_format: BlockFormat | None = None,
+    kept: Iterable[str] = (),
+    container: Container = Container.FP8,
+    quantized: Iterable[str] = (),
 ) -> dict[str, object]:
-    """Return what `config.json` says in checkpoints of a format, by default block FP8. Modules in `kept` are not quantized.
+    """Return what `config.json` says in checkpoints of a format, by default block FP8. Modules in `kept` are not quantized,
+    those in `quantized` are.
 
     Raises:
         ValueError: The container has no such format.
     """
     block_format, names = block_format or BlockFormat(), list(dict.fromkeys(kept))
     match block_format.codes:
-        case Codes.E4M3:
-            pass
+        case Codes.E4M3 | Codes.E2M1:
+            pass  # follows from the scales
         case _:
             assert_never(block_format.codes)
     match block_format.scale_format:
@@ -378,14 +447,23 @@ def quantization_config(
             | ScaleFormat.FP32_RECIPROCAL
             | ScaleFormat.FP32_DIVIDING
         ):
-            return _config_of_fp8(block_format, names, container)
+            return _config_of_fp8(block_format, names, container, tuple(quantized))
+        case ScaleFormat.NV_E4M3:
+            return {
+                "quant_method": "modelopt",
+                "quant_algo": "W4A16_NVFP4",
+                "group_size": block_format.block_size[1],
+                "ignore": _exactly(names, tuple(quantized)),
+            }
         case ScaleFormat.MX_CEIL | ScaleFormat.MX_FLOOR | ScaleFormat.MX_UNIT:
             raise ValueError(f"checkpoints with {block_format} are not written; use one scale per row or block")
         case _:
             assert_never(block_format.scale_format)
 
 
-def _config_of_fp8(block_format: BlockFormat, kept: list[str], container: Container) -> dict[str, object]:
+def _config_of_fp8(
+    block_format: BlockFormat, kept: list[str], container: Container, quantized: Sequence[str]
+) -> dict[str, object]:
     """As vLLM's `Fp8Config`, `CompressedTensorsConfig` and `ModelOptFp8Config` read it."""
     block_size = block_format.block_size
     if not container.holds(block_format):
@@ -420,8 +498,13 @@ def _config_of_fp8(block_format: BlockFormat, kept: list[str], container: Contai
                 "ignore": kept,
             }
         case Container.MODELOPT:
-            # vLLM also leaves out what a plain name is a part of: `mlp.gate` would leave out `mlp.gate_up_proj`.
-            exactly = [f"{name[:-1]}[{name[-1]}]" for name in kept]
-            return {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "ignore": exactly}
+            return {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "ignore": _exactly(kept, quantized)}
         case _:
             assert_never(container)
+
+
+def _exactly(names: list[str], quantized: Sequence[str]) -> list[str]:
+    """These names, as ModelOpt's checkpoints have them. vLLM also leaves out what a name is a part of, as `mlp.gate` is of
+    `mlp.gate_up_proj`: then a pattern, which is a part of none. It knows members of what it fuses by their plain names alone.
+    """
+    return [f"{each[:-1]}[{each[-1]}]" if any(each in other for other in quantized) else each for each in names]

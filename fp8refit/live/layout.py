@@ -10,7 +10,7 @@ import torch
 from pydantic import BaseModel, PositiveInt, field_validator
 
 from fp8refit.errors import by_cause
-from fp8refit.live.formats import AmaxOver, BlockFormat, Container, Placement, ScaleFormat
+from fp8refit.live.formats import AmaxOver, BlockFormat, Codes, Container, Placement, ScaleFormat
 from fp8refit.live.names import is_kv_scale
 from fp8refit.live.slots import Inventory, KvCache, Slot, Stacked, dtype_name
 
@@ -38,6 +38,7 @@ class SlotLayout(BaseModel, frozen=True):
     block_size: tuple[PositiveInt, PositiveInt] | None
     amax_over: AmaxOver = AmaxOver.OWN_SLICE
     placement: Placement = Placement.ROW_MAJOR
+    codes: Codes = Codes.E4M3
     shared_with: str = ""
     """The first of the tensors that share its scale; empty if the scale is its own."""
     kernel: str
@@ -55,6 +56,7 @@ class SlotLayout(BaseModel, frozen=True):
             block_size=self.block_size,
             amax_over=self.amax_over,
             placement=self.placement,
+            codes=self.codes,
         )
 
     @classmethod
@@ -71,6 +73,7 @@ class SlotLayout(BaseModel, frozen=True):
             block_size=slot.format.block_size if slot.format is not None else None,
             amax_over=slot.format.amax_over if slot.format is not None else AmaxOver.OWN_SLICE,
             placement=slot.format.placement if slot.format is not None else Placement.ROW_MAJOR,
+            codes=slot.format.codes if slot.format is not None else Codes.E4M3,
             shared_with=shared_with,
             kernel=slot.kernel,
             is_rearranged=slot.is_rearranged,

@@ -31,7 +31,7 @@ def aliases_of_shared_scales(inventory: Inventory) -> list[Refusal]:
     return [
         Refusal(
             module=alias,
-            reason=f"is a second name of {name}, which has one scale for all of it",
+            reason=f"is a second name of {name}, which has a scale for all of it",
             remedy="Boot with one scale per row or block, or leave this layer in BF16",
         )
         for alias, name in inventory.aliases.items()
@@ -54,7 +54,9 @@ def _sharing(slots: Sequence[Slot]) -> Iterator[tuple[tuple[Slot, str], tuple[Sl
         for other in reaching:
             first, second = sorted((part, other), key=lambda one: one.slot)
             pair = first.slot, second.slot
-            group = slots[first.slot].group if first.name == second.name == "scale" else None
+            held = slots[first.slot].format
+            is_shared = first.name == second.name == "scale" and held is not None and held.is_shared
+            group = slots[first.slot].group if is_shared else None
             if group is not None and group == slots[second.slot].group:
                 continue
             if first.slot != second.slot and pair not in found and first.shares_with(second):

@@ -40,6 +40,13 @@ class Op(StrEnum):
     """float32 block scales, bit for bit."""
     MAXIMUM = "maximum"
     """The largest magnitude, of which with others' follows the scale that they share."""
+    OWN_MAXIMUM = "own_maximum"
+    """In a plan: that of what the rank holds. A kernel's placement needs it; see `BlockFormat.needs_own_maximum`."""
+
+    @property
+    def finds_maximum(self) -> bool:
+        """Whether it writes nothing but a largest magnitude."""
+        return self is Op.MAXIMUM or self is Op.OWN_MAXIMUM
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +90,8 @@ class Slot:
     """Live view of the block scales (ceil(N / block_n), ceil(K / block_k)); None if the slot is copied."""
     format: BlockFormat | None = None
     """How it is held quantized; None if it is copied."""
+    global_scale: Tensor | None = None
+    """Live scale of the whole weight, one float32, if scales have two levels."""
     module: str = ""
     """Engine module that owns the storage."""
     kernel: str = ""
@@ -105,9 +114,10 @@ class Slot:
     @property
     def group(self) -> tuple[int, int] | None:
         """What only those slots have in common that share a scale; None if it has its own scales, or none."""
-        if self.format is None or not self.format.is_shared or self.scale is None:
+        if self.format is None or not self.format.needs_maximum:
             return None
-        return self.scale.untyped_storage()._cdata, int(self.scale.storage_offset())
+        shared = self.scale if self.format.is_shared else self.global_scale
+        return None if shared is None else (shared.untyped_storage()._cdata, int(shared.storage_offset()))
 
     @property
     def source_dtype(self) -> torch.dtype:
@@ -132,6 +142,11 @@ class Slot:
         return (self.format or BlockFormat()).block_size
 
 
+def cut_groups(slots: Iterable[Slot]) -> frozenset[tuple[int, int]]:
+    """Groups of slots that share a scale, of whose matrices the rank holds only parts."""
+    return frozenset(slot.group for slot in slots if slot.group is not None and slot.shape != slot.full_shape)
+
+
 def num_elements(slots: Iterable[Slot]) -> tuple[int, int, int]:
     """How many codes, scales and values that are not quantized slots hold."""
     codes = scales = values = 0
@@ -141,8 +156,10 @@ def num_elements(slots: Iterable[Slot]) -> tuple[int, int, int]:
             values += slot.weight.numel()
             continue
         codes += slot.weight.numel()
-        if slot.scale is not None and slot.group not in groups:
+        if slot.scale is not None and (slot.group not in groups or not slot.format.is_shared):
             scales += slot.scale.numel()
+        if slot.global_scale is not None and slot.group not in groups:
+            scales += 1
         if slot.group is not None:
             groups.add(slot.group)
     return codes, scales, values

@@ -123,6 +123,6 @@ def _prequantizable(subject: Subject, policy: Policy) -> dict[str, BlockFormat]:
     off_grid = {
         slot.name
         for slot, block_format in held
-        if block_format.is_shared or not block_format.holds_whole_blocks(slot.offset, slot.shape, slot.full_shape)
+        if block_format.needs_maximum or not block_format.holds_whole_blocks(slot.offset, slot.shape, slot.full_shape)
     }
     return {slot.name: block_format for slot, block_format in held if slot.name not in off_grid}

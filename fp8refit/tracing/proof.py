@@ -16,8 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from fp8refit.kernels.placement import codes_in_rows, scales_in_rows
-from fp8refit.kernels.reference import quantize_reference
-from fp8refit.live.formats import BlockFormat
+from fp8refit.kernels.reference import (
+    MARLIN_GLOBAL,
+    global_scale_of,
+    put_two_levels,
+    quantize_reference,
+    quantize_two_levels,
+)
+from fp8refit.live.formats import GLOBAL_SUFFIX, BlockFormat
 from fp8refit.live.slots import (
     FP8_DTYPE,
     SCALE_SUFFIX,
@@ -41,6 +47,8 @@ _LARGE = 1 << 24
 """Elements of a tensor in no layer that is proved apart from the others if memory is short."""
 _BYTES_PER_ELEMENT = 6
 """What the proof of a tensor takes at most: its values, what the loader makes of them, and what a refit does."""
+_MOST_FACTORS = 18
+"""Powers of two between the least scale of a block, 2^-9, and the greatest, 448."""
 _SPARE_BYTES = 1 << 30
 _MOST_BYTES = 10 << 30
 """What several layers together may take."""
@@ -211,7 +219,8 @@ class _Trial:
             clone.__dict__ = {**module.__dict__, "_parameters": {}, "_buffers": {}}
             for kind in ("_parameters", "_buffers"):
                 for key, tensor in getattr(module, kind).items():
-                    name = twin_name(prefix, own_name(module, key).removesuffix(SCALE_SUFFIX))
+                    own = own_name(module, key).removesuffix(SCALE_SUFFIX).removesuffix(GLOBAL_SUFFIX)
+                    name = twin_name(prefix, own)
                     if tensor is not None and self._twin.firsts.get(name) in self._names:
                         place = tensor.data_ptr(), tensor.shape, tensor.stride()
                         if place not in places:
@@ -271,6 +280,8 @@ class _Trial:
                     given[spelled + container.scale_suffix(block_format)] = scale
             elif slots or name in used or prod(meta.shape) <= _READ_AS_NUMBER:
                 kind = next((kind for kind in _EXACT.values() if name in self._exact[kind]), "any")
+                if any(slot.format is not None and slot.format.needs_own_maximum for slot in slots):
+                    kind = "exact in FP16"  # larger ones are Inf in Marlin's scale of a weight
                 given[name] = self._random.make(kind, meta.shape)
                 if slots:
                     policy[name] = given[name]
@@ -298,6 +309,9 @@ class _Trial:
             return _are_equal(tensor, weight) and _are_equal(loaded.get(held.twin_name + SCALE_SUFFIX), scale)
         block_format = self._rules.kernel_of(held.module).format
         assert block_format is not None, f"{held.twin_name=}"
+        if held.global_scale is not None:
+            values = tensor.to(self._device, torch.bfloat16)
+            return _are_two_levels(held, values, block_format, is_whole=self._twin.is_alone)
         if block_format.is_tiled:
             weight, scale = codes_in_rows(weight), scales_in_rows(scale)
         matrices = (
@@ -317,6 +331,22 @@ def _are_quantized(codes: Tensor, scales: Tensor, values: Tensor, block_format: 
         return _are_equal(codes, own_codes) and torch.equal(scales, own_scales)
     given_codes, _, _ = quantize_reference(values, block_format, given=scales)
     return _are_equal(codes, given_codes) and bool((scales >= own_scales).all())
+
+
+def _are_two_levels(held: Held, values: Tensor, block_format: BlockFormat, *, is_whole: bool) -> bool:
+    """The same for scales of two levels, with all values of the weight or with a rank's."""
+    assert held.scale is not None and held.global_scale is not None, f"{held=}"
+    largest = values.abs().amax().to(torch.float32).reshape(1)
+    own = global_scale_of(largest, block_format.scale_format)
+    for factor in range(_MOST_FACTORS) if block_format.is_tiled else (0,):  # by which it was lowered for Marlin
+        over_all = held.global_scale.reshape(1) * 2.0**factor / (MARLIN_GLOBAL if block_format.is_tiled else 1.0)
+        codes, scales = quantize_two_levels(values, block_format, over_all)
+        weight, scale, again = (torch.empty_like(each) for each in (held.weight, held.scale, held.global_scale))
+        put_two_levels(weight, scale, again, (codes, scales, over_all), block_format.placement, largest)
+        pairs = (held.weight, weight), (held.scale, scale), (held.global_scale, again)
+        if all(_are_equal(*pair) for pair in pairs):
+            return torch.equal(over_all, own) if is_whole else bool((over_all >= own).all())
+    return False
 
 
 def _with_own_blocks(stored: tuple[Tensor, ...], block_format: BlockFormat) -> Iterable[tuple[Tensor, ...]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8refit.kernels.placement import bias_in_order
-from fp8refit.live.formats import BlockFormat
+from fp8refit.live.formats import GLOBAL_SUFFIX, BlockFormat
 from fp8refit.live.names import is_not_a_weight
 from fp8refit.live.parameters import live_tensors
 from fp8refit.live.slots import (
@@ -79,6 +79,7 @@ class Held(NamedTuple):
     name: str
     weight: Tensor
     scale: Tensor | None
+    global_scale: Tensor | None = None
 
 
 class Reading:
@@ -139,10 +140,11 @@ class Reading:
         for name, tensor in own.items():
             if name == BIAS and block_format is not None and block_format.is_tiled:
                 self._add_staged(prefix, module, name, tensor, None, {}, bias_in_order)
-            elif not name.endswith(SCALE_SUFFIX):
-                held = Held(twin_name(prefix, name), module, name, tensor, own.get(name + SCALE_SUFFIX))
+            elif not name.endswith(SCALE_SUFFIX) and not _is_global(name, own):
+                scale, global_scale = own.get(name + SCALE_SUFFIX), own.get(name + GLOBAL_SUFFIX)
+                held = Held(twin_name(prefix, name), module, name, tensor, scale, global_scale)
                 self.held.append(held)
-                self._add_tensor(prefix, module, name, tensor, held.scale)
+                self._add_tensor(prefix, held)
 
     def written(self) -> Inventory:
         """Return what a refit of these modules writes."""
@@ -279,7 +281,7 @@ class Reading:
                 block_format.shape_of(tensor.shape) if block_format is not None and is_coded else tuple(tensor.shape)
             )
             twin = self._twin.tensors.get(twin_name(prefix, name))
-            is_scale = name.endswith(SCALE_SUFFIX)
+            is_scale = name.endswith(SCALE_SUFFIX) or _is_global(name, own)
             if is_scale and (twin is None or twin.dtype is tensor.dtype):
                 continue  # scales follow from the values of their weight
             if twin is None:
@@ -336,14 +338,15 @@ class Reading:
             return None
         return [(copy, piece) for copy, pieces in zip(copies, known, strict=True) for piece in pieces]
 
-    def _add_tensor(self, prefix: str, module: nn.Module, name: str, weight: Tensor, scale: Tensor | None) -> None:
+    def _add_tensor(self, prefix: str, held: Held) -> None:
+        _, module, name, weight, scale, global_scale = held
         pieces = self._pieces(prefix, name)
         common: dict[str, Any] = {}
         starts: dict[int, int] | None = None
         kernel = self._rules.kernel_of(module) if scale is not None else None
         block_format = kernel.format if kernel is not None else None
         if scale is not None and block_format is not None:
-            common = {"format": block_format}
+            common = {"format": block_format, "global_scale": global_scale}
             self._container = self._container.or_other(block_format)
             if pieces is not None and name == TWO_HALVES and self._rules.swaps_halves(module):
                 pieces = with_halves_swapped(pieces, weight.shape[1])
@@ -395,7 +398,7 @@ class Reading:
         block_format = common.get("format")
         if block_format is not None and block_format.amax_over.reaches_beyond and not self._twin.is_alone:
             fault = "is not copied in order, and its scales also cover what other ranks hold"
-        if block_format is not None and block_format.is_shared:
+        if block_format is not None and block_format.needs_maximum:
             fault = "is not copied in order, and has one scale"
         if fault is not None:
             self._refuse(prefix, module, (f"`{name}` {fault}", "Leave this layer in BF16"))
@@ -426,6 +429,11 @@ class Reading:
         starts = tuple(start for start, _ in read)
         offset = starts if any(starts) else ()
         return Slot(name=source, full_shape=full_shape, weight=weight, offset=offset, module=module, **others)
+
+
+def _is_global(name: str, own: Mapping[str, Tensor]) -> bool:
+    """Whether a live tensor is the one scale of a weight beside those of its blocks."""
+    return name.endswith(GLOBAL_SUFFIX) and name.removesuffix(GLOBAL_SUFFIX) + SCALE_SUFFIX in own
 
 
 def _held_of(stack: Stacked, held: frozenset[str] | set[str]) -> Stacked | None:

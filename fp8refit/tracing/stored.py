@@ -9,7 +9,7 @@ from typing import assert_never
 import torch
 from torch import Tensor, nn
 
-from fp8refit.live.formats import MARLIN_TILE, BlockFormat, Placement
+from fp8refit.live.formats import GLOBAL_SUFFIX, MARLIN_TILE, BlockFormat, Codes, Placement
 from fp8refit.live.names import name_of_scale
 from fp8refit.live.slots import FP8_DTYPE, SCALE_SUFFIX, SOURCE_DTYPES, dtype_name
 from fp8refit.tracing.boxes import Boxes, Range
@@ -36,20 +36,28 @@ def _is_scale_of_codes(module: nn.Module, key: str) -> bool:
     scale, weight = module._parameters.get(key), _codes_of(module, key)
     if scale is None or weight is None or scale is weight:
         return False
-    if _are_tiles(weight, scale):
+    if _are_tiles(weight, scale) or _are_halves(weight, scale):
         return True
     is_scale = scale.ndim == weight.ndim or _is_of_matrices(scale, weight)
     return weight.dtype is FP8_DTYPE and scale.dtype in (torch.float32, torch.uint8) and is_scale
 
 
 def _are_tiles(weight: Tensor, scale: Tensor | None) -> bool:
-    """Whether a weight and its scales lie as Marlin's kernels read MXFP8: four codes in a word, (..., K / 16, 4 N); scales
-    (..., K / 32, N).
+    """Whether a weight and its scales lie as Marlin's kernels read them. MXFP8: four codes in a word, (..., K / 16, 4 N);
+    scales (..., K / 32, N). NVFP4: eight codes, (..., K / 16, 2 N); scales (..., K / 16, N).
     """
-    if scale is None or weight.dtype is not torch.int32 or scale.dtype is not torch.float8_e8m0fnu or scale.ndim < 2:
+    if scale is None or weight.dtype is not torch.int32 or scale.ndim < 2:
         return False
     *stack, blocks, rows = scale.shape
-    return list(weight.shape) == [*stack, 2 * blocks, 4 * rows] and rows % MARLIN_TILE[0] == 0
+    shapes = {torch.float8_e8m0fnu: [2 * blocks, 4 * rows], FP8_DTYPE: [blocks, 2 * rows]}
+    return list(weight.shape) == [*stack, *shapes.get(scale.dtype, ())] and rows % MARLIN_TILE[0] == 0
+
+
+def _are_halves(weight: Tensor, scale: Tensor | None) -> bool:
+    """Whether a weight and its scales are NVFP4 in rows: two codes in a byte, (..., N, K / 2); scales (..., N, K / 16)."""
+    if scale is None or weight.dtype is not torch.uint8 or scale.dtype is not FP8_DTYPE or scale.ndim < 2:
+        return False
+    return list(weight.shape) == [*scale.shape[:-1], 8 * scale.shape[-1]]
 
 
 def _codes_of(module: nn.Module, key: str) -> Tensor | None:
@@ -70,10 +78,15 @@ def own_tensors(module: nn.Module, kinds: Iterable[str] = ("_parameters", "_buff
         for key, tensor in getattr(module, kind).items():
             if tensor is not None:
                 name, values, codes = own_name(module, key), tensor.data, _codes_of(module, key)
-                if _are_tiles(tensor, module._parameters.get(f"{key}_scale")):
-                    values = values.view(FP8_DTYPE).view(*values.shape[:-1], -1, prod(MARLIN_TILE))
+                scale = module._parameters.get(f"{key}_scale")
+                if scale is not None and _are_tiles(tensor, scale):
+                    held = Codes.E2M1 if scale.dtype is FP8_DTYPE else Codes.E4M3
+                    in_tile = prod(MARLIN_TILE) // held.per_element
+                    values = values.view(held.dtype).view(*values.shape[:-1], -1, in_tile)
                 elif codes is not None and codes is not tensor and _are_tiles(codes, tensor):
-                    values = values.view(torch.uint8).view(*values.shape[:-1], -1, MARLIN_TILE[0])
+                    if values.dtype is torch.float8_e8m0fnu:
+                        values = values.view(torch.uint8)
+                    values = values.view(*values.shape[:-1], -1, MARLIN_TILE[0])
                 elif name.endswith(SCALE_SUFFIX) and values.ndim == 4:
                     values = values[:, 0, :, 0]
                 elif _is_transposed(module, key, values) or (codes is not None and _lie_in_one_row(values, codes)):
@@ -116,6 +129,11 @@ def why_not_stored(rules: KernelRules, prefix: str, module: nn.Module, own: Mapp
     if not scaled:
         return None
     kernel = rules.kernel_of(module)
+    if kernel.format is None and any(own[name].dtype is torch.uint8 for name in scaled):
+        return (
+            f"holds packed codes under {type(getattr(module, 'quant_method', None)).__name__}",
+            rules.other_quantization,
+        )
     if kernel.format is None:
         held = "experts" if TWO_HALVES in own else "weights"
         return f"its kernel {kernel.name} repacks {held}, or is not known to leave them as loaded", kernel.remedy
@@ -123,6 +141,10 @@ def why_not_stored(rules: KernelRules, prefix: str, module: nn.Module, own: Mapp
         scale = module._parameters.get(f"{name}_scale")
         if scale is not None and scale.ndim < 2 and not kernel.format.is_shared:
             return f"holds `{name}` with one scale, which is not block FP8", rules.other_quantization
+        if own[name].dtype is not kernel.format.codes.dtype or (
+            kernel.format.scale_format.has_two_levels and name + GLOBAL_SUFFIX not in own
+        ):
+            return f"holds `{name}` in another way than its kernel {kernel.name} is known to read", kernel.remedy
         why = _why_not_placed(name, own[name], own[name + SCALE_SUFFIX], kernel.format)
         if why is not None:
             return why, kernel.remedy
@@ -132,9 +154,9 @@ def why_not_stored(rules: KernelRules, prefix: str, module: nn.Module, own: Mapp
 def _is_known(name: str, tensor: Tensor, scaled: Sequence[str]) -> bool:
     """Whether a live tensor is part of a block-FP8 weight, or has a dtype that a source may have."""
     if name in scaled:
-        return tensor.dtype is FP8_DTYPE
-    if name.endswith(SCALE_SUFFIX):
-        return name.removesuffix(SCALE_SUFFIX) in scaled
+        return tensor.dtype in (FP8_DTYPE, torch.uint8)
+    if name.endswith((SCALE_SUFFIX, GLOBAL_SUFFIX)):
+        return name.removesuffix(SCALE_SUFFIX).removesuffix(GLOBAL_SUFFIX) in scaled
     return is_plain(name, tensor)
 
 
@@ -159,8 +181,8 @@ def _why_not_placed(name: str, weight: Tensor, scale: Tensor, block_format: Bloc
 
 def _why_not_row_major(name: str, weight: Tensor, scale: Tensor, block_format: BlockFormat) -> str | None:
     if weight.ndim not in (2, 3) or not weight.is_contiguous():
-        return f"its `{name}` is not a row-major float8_e4m3fn matrix"
-    *experts, rows, columns = weight.shape
+        return f"its `{name}` is not a row-major {dtype_name(block_format.codes.dtype)} matrix"
+    *experts, rows, columns = block_format.shape_of(weight.shape)
     is_cut = not block_format.is_shared and rows // 2 % block_format.block_size[0]
     halves = 2 if name == TWO_HALVES and is_cut else 1
     num_rows, num_columns = block_format.scale_shape((rows // halves, columns))
@@ -264,7 +286,9 @@ def codes_of(weight: Tensor, boxes: Boxes, dims: Sequence[int | None], block_for
         return box_of(weight, boxes.into, dims)
     match block_format.placement:
         case Placement.ROW_MAJOR:
-            return box_of(weight, boxes.into, dims)
+            *others, (column, columns) = boxes.into
+            in_one = block_format.codes.per_element
+            return box_of(weight, (*others, (column // in_one, columns // in_one)), dims)
         case Placement.MARLIN:
             *experts, rows, (column, columns) = boxes.into
             return _in_tiles(weight, experts, rows, (column // MARLIN_TILE[1], columns // MARLIN_TILE[1]))

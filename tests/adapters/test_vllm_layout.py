@@ -15,6 +15,7 @@ from torch import nn
 from fp8refit.live.formats import ScaleFormat
 from fp8refit.live.slots import Inventory, Refusal
 from fp8refit.tracing.inventory import inventory_of
+from fp8refit.tracing.stored import own_tensors, why_not_stored
 from tests.tracing.models import FP8, model_of
 from tests.tracing.twins import identity_twin
 
@@ -228,3 +229,74 @@ def test_the_locks_of_marlins_experts_are_no_copies_of_weights(backend):
     experts.quant_method = SimpleNamespace(fp8_backend=SimpleNamespace(name=backend))
     experts.workspace = torch.zeros(528, dtype=torch.int32)
     assert list(VllmRules().kept(experts)) == (["workspace"] if backend == "MARLIN" else [])
+
+
+class Nvfp4(nn.Module):
+    """A linear layer in NVFP4, as vLLM holds it."""
+
+    def __init__(self, method="ModelOptLinearMethod", **attributes):
+        super().__init__()
+        codes, scales = torch.zeros(64, 64, dtype=torch.uint8), torch.ones(64, 8).to(torch.float8_e4m3fn)
+        self.weight, self.weight_scale = (nn.Parameter(each, requires_grad=False) for each in (codes, scales))
+        self.weight_global_scale = nn.Parameter(torch.tensor(1.0), requires_grad=False)
+        kernel = type("TestKernel", (), {"reads_row_major_block_fp8": True})()
+        self.quant_method = type(method, (), {"kernel": kernel})()
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def nvfp4_in_tiles(**attributes):
+    layer = Nvfp4(**attributes)
+    layer.weight = nn.Parameter(torch.zeros(8, 128, dtype=torch.int32), requires_grad=False)
+    layer.weight_scale = nn.Parameter(torch.ones(8, 64).to(torch.float8_e4m3fn), requires_grad=False)
+    layer.quant_method.kernel = type("MarlinNvFp4LinearKernel", (), {})()
+    return layer
+
+
+def experts_in_nvfp4():
+    experts = nn.Module()
+    experts.w13_weight = nn.Parameter(torch.zeros(2, 64, 64, dtype=torch.uint8), requires_grad=False)
+    experts.w13_weight_scale = nn.Parameter(torch.ones(2, 64, 8).to(torch.float8_e4m3fn), requires_grad=False)
+    experts.quant_method = type("ModelOptNvFp4FusedMoE", (), {"moe_quant_config": None})()
+    experts.moe_config = SimpleNamespace()
+    return experts
+
+
+@pytest.mark.parametrize("layer", [Nvfp4(), nvfp4_in_tiles(params_dtype=torch.bfloat16)], ids=["rows", "tiles"])
+def test_nvfp4_of_modelopt_has_a_format(layer):
+    held = VllmRules().kernel_of(layer).format
+    assert held is not None and held.scale_format.has_two_levels
+    own = dict(own_tensors(layer))
+    assert held.shape_of(own["weight"].shape) == (64, 128)
+    assert why_not_stored(VllmRules(), "layer", layer, own) is None
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Nvfp4(method="CompressedTensorsLinearMethod"),
+        nvfp4_in_tiles(params_dtype=torch.float16),
+        Nvfp4(input_global_scale=torch.ones(())),
+        experts_in_nvfp4(),
+    ],
+    ids=["compressed-tensors", "float16", "activations in four bits", "experts"],
+)
+def test_other_nvfp4_is_refused_with_what_to_boot_instead(layer):
+    rules = VllmRules()
+    why = rules.why_refused(layer) if not hasattr(layer, "w13_weight") else None
+    why = why or why_not_stored(rules, "layer", layer, dict(own_tensors(layer)))
+    assert why is not None
+    assert 'quantization="fp8_per_block"' in why[1]
+    assert "VLLM_DISABLED_KERNELS" not in why[1] and "moe_backend" not in why[1]
+
+
+def test_locks_of_marlins_kernels_are_zero_again_after_sleep():
+    """vLLM before 0.31 keeps them on the layer, in memory that sleep discards."""
+    layer = nvfp4_in_tiles(params_dtype=torch.bfloat16, workspace=torch.full((8,), 3, dtype=torch.int32))
+    model = nn.Module()
+    model.proj = layer
+    refreshes = [each for each in VllmRules().refreshes(model) if "locks" in each.name]
+    assert [each.is_constant for each in refreshes] == [True]
+    refreshes[0].run()
+    assert not layer.workspace.any()
+    assert [each for each in VllmRules().refreshes(BlockLinear()) if "locks" in each.name] == []

@@ -16,7 +16,15 @@ from torch import Tensor
 from fp8refit import InvalidSourceError, NonFiniteError, quantize_blockwise
 from fp8refit.checkpoint import quantize, quantize_checkpoint
 from fp8refit.errors import CheckpointError
-from fp8refit.live.formats import FLOAT_SCALES, PER_TENSOR, WHOLE, Container, ScaleFormat
+from fp8refit.live.formats import (
+    FLOAT_SCALES,
+    NVFP4,
+    PER_TENSOR,
+    WHOLE,
+    Container,
+    ScaleFormat,
+    quantization_config,
+)
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.slots import FP8_DTYPE, Stacked
 from fp8refit.sources.source import as_source
@@ -250,11 +258,16 @@ def test_what_is_left_out_is_named_so_that_vllm_leaves_out_nothing_else(src, dst
     kept = ["lm_head", f"{LAYER}.mlp.gate"]
     assert read_json(dst / "config.json")["quantization_config"]["ignore"] == kept
     quantize_checkpoint(src, tmp_path / "other", container=Container.MODELOPT)
-    patterns = read_json(tmp_path / "other" / "config.json")["quantization_config"]["ignore"]
-    # vLLM leaves out what a pattern is a part of, and what one matches.
-    for name, pattern in zip(kept, patterns, strict=True):
-        assert fnmatch(name, pattern)
-        assert not fnmatch(f"{name}_up_proj", pattern) and pattern not in f"{name}_up_proj"
+    assert read_json(tmp_path / "other" / "config.json")["quantization_config"]["ignore"] == kept
+    # vLLM leaves out what a name is a part of, and what a pattern matches, but members of what it fuses by their names alone.
+    quantized = [f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"]
+    kept = [f"{LAYER}.self_attn.q_proj", f"{LAYER}.mlp.gate"]
+    for block_format in (None, NVFP4):
+        config = quantization_config(block_format, kept, Container.MODELOPT, quantized)
+        plain, pattern = config["ignore"]
+        assert plain == kept[0]
+        assert fnmatch(kept[1], pattern)
+        assert not fnmatch(f"{kept[1]}_up_proj", pattern) and pattern not in f"{kept[1]}_up_proj"
 
 
 def test_other_files_are_copied_and_other_weights_are_not(src, dst):

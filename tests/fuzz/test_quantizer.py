@@ -3,16 +3,25 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fp8refit import NonFiniteError, quantize_blockwise
+from fp8refit.kernels.placement import half_codes_in_order, unpacked
 from fp8refit.kernels.triton_table import TritonTable
-from fp8refit.live.formats import FLOAT_SCALES, BlockFormat, ScaleFormat
+from fp8refit.live.formats import FLOAT_SCALES, NVFP4, BlockFormat, ScaleFormat
 from fp8refit.live.slots import SOURCE_DTYPES
 from tests.kernels.interpreter import convert_float, create_fma
-from tests.kernels.tables import quantize_task
-from tests.second_quantizer import quantize, quantize_groups, quantize_tensor, round_to_bf16, to_numpy
+from tests.kernels.tables import assert_same_as_reference, quantize_task
+from tests.kernels.test_two_levels import rows_task, tiles_task
+from tests.second_quantizer import (
+    quantize,
+    quantize_groups,
+    quantize_tensor,
+    quantize_two_levels,
+    round_to_bf16,
+    to_numpy,
+)
 
 BLOCKS = [(128, 128), (64, 64), (16, 32), (1, 128), (96, 80)]
 LAYOUTS = {
@@ -147,6 +156,26 @@ def test_scales_of_groups_are_those_of_the_second_quantizer(weight, columns, sca
     if weight.dtype is not torch.float32 or not rounds:
         assert torch.equal(task.target.cpu().view(torch.uint8), expected[0])
         assert torch.equal(task.scale.cpu(), expected[1])
+
+
+@given(weight=matrices(max_side=90), raised=st.sampled_from([1.0, 1.3, 200.0]), is_tiled=st.booleans())
+def test_scales_of_two_levels_are_those_of_the_second_quantizer(weight, raised, is_tiled):
+    """The specification and the kernel, with the largest value here or in another matrix that shares the scale."""
+    rows, columns = len(weight) // 64 * 64 if is_tiled else len(weight), weight.shape[1] // 16 * 16
+    weight = weight[:rows, :columns]
+    assume(weight.numel())
+    values = to_numpy(weight)
+    own = float(np.abs(values).max())
+    maximum = min(own * raised, float(np.finfo(np.float32).max))
+    codes, scales, over_all = quantize_two_levels(values, np.float32(maximum))
+    if raised == 1.0:
+        found = quantize_blockwise(weight, format=NVFP4)
+        assert torch.equal(found[0], torch.from_numpy(codes)) and found[2].item() == over_all
+        assert torch.equal(found[1].view(torch.uint8), torch.from_numpy(scales))
+    task = tiles_task(weight, maximum) if is_tiled else rows_task(weight, maximum)
+    assert assert_same_as_reference([task]) == []
+    held = half_codes_in_order(unpacked(task.target)).reshape(rows, columns) if is_tiled else unpacked(task.target)
+    assert torch.equal(held, unpacked(torch.from_numpy(codes)))
 
 
 @given(weight=matrices(max_side=40), block_size=blocks, scale_format=formats, data=st.data())

@@ -24,7 +24,7 @@ from fp8refit.kernels.triton_groups import quantize_groups
 from fp8refit.kernels.triton_merge import add_product_triton, add_products_triton
 from fp8refit.kernels.triton_table import TritonTable
 from fp8refit.kernels.work import Action, Task
-from fp8refit.live.formats import MXFP8, PER_ROW, PER_TENSOR, BlockFormat, Placement, ScaleFormat
+from fp8refit.live.formats import MXFP8, NVFP4, PER_ROW, PER_TENSOR, BlockFormat, Placement, ScaleFormat
 from fp8refit.live.slots import Op
 
 
@@ -81,6 +81,7 @@ def main() -> None:
         launch_all(shared_tasks(torch.zeros(4, 4096, dtype=dtype)))
         for placement in Placement:
             launch_all([groups_task(torch.zeros(128, 256, dtype=dtype), placement)])
+            launch_all(levels_tasks(torch.zeros(128, 256, dtype=dtype), placement))
     for dtype in (torch.bfloat16, torch.float32):
         in_steps = LowRank(torch.zeros(256, 100, dtype=dtype), torch.zeros(100, 384, dtype=dtype), 0.5)
         launch_all([replace(task(Op.QUANTIZE, torch.zeros(256, 384).bfloat16()), product=in_steps)])
@@ -133,6 +134,20 @@ def groups_task(source: torch.Tensor, placement: Placement) -> Task:
         scale=torch.empty(scales, dtype=torch.uint8),
         format=block_format,
     )
+
+
+def levels_tasks(source: torch.Tensor, placement: Placement) -> list[Task]:
+    """NVFP4."""
+    rows, columns = source.shape
+    block_format, maximum = replace(NVFP4, placement=placement), torch.zeros(1)
+    shape = (columns // 16, rows // 64, 512) if block_format.is_tiled else (rows, columns // 2)
+    scales = (columns // 16, rows // 64, 64) if block_format.is_tiled else (rows, columns // 16)
+    common = {"source": source, "offset": (0, 0), "format": block_format}
+    written = {"target": torch.empty(shape, dtype=torch.uint8), "scale": torch.empty(scales).to(torch.float8_e4m3fn)}
+    return [
+        Task(op=Op.MAXIMUM, target=maximum, box_shape=tuple(source.shape), **common),
+        Task(op=Op.QUANTIZE, global_scale=torch.empty(()), maximum=maximum, own_maximum=maximum, **written, **common),
+    ]
 
 
 def shared_tasks(source: torch.Tensor) -> list[Task]:

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-BY_TABLE = {"_quantize_tiles", "_quantize_rows", "_quantize_groups", "_copy_tiles"}
+BY_TABLE = {"_quantize_tiles", "_quantize_rows", "_quantize_groups", "quantize_levels", "_copy_tiles"}
 KERNELS = BY_TABLE | {"_add_product", "_add_products", "_quantize_tile", "_raise_maxima"}
 MOST_SHARED_BYTES = 99 << 10
 """Of a program on the GPUs with the least of it that multiply FP8 (Ada)."""

@@ -68,8 +68,8 @@ def record_launches(monkeypatch, on_compile: Callable[[], None] = lambda: None) 
 
 def twin(task: Task) -> Task:
     """The same task on copies of its targets, laid out alike."""
-    scale = clone_view(task.scale) if task.scale is not None else None
-    return replace(task, target=clone_view(task.target), scale=scale)
+    scale, over_all = (None if held is None else clone_view(held) for held in (task.scale, task.global_scale))
+    return replace(task, target=clone_view(task.target), scale=scale, global_scale=over_all)
 
 
 def clone_view(tensor: Tensor) -> Tensor:
@@ -98,4 +98,6 @@ def assert_same_as_reference(tasks: list[Task], *, check: bool = True, action: A
         assert storage_bytes(task.target) == storage_bytes(expected.target), f"{index=} {task.op=}"
         if task.scale is not None and expected.scale is not None:
             assert storage_bytes(task.scale) == storage_bytes(expected.scale), f"{index=}"
+        if task.global_scale is not None and expected.global_scale is not None:
+            assert storage_bytes(task.global_scale) == storage_bytes(expected.global_scale), f"{index=}"
     return bad

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8refit import quantize_blockwise
-from fp8refit.live.formats import MXFP8, PER_ROW, PER_TENSOR, BlockFormat
+from fp8refit.live.formats import MXFP8, NVFP4, PER_ROW, PER_TENSOR, BlockFormat
 
 SEEDS = range(20)
 NUM_ROWS, NUM_COLUMNS = 256, 512
@@ -117,4 +117,19 @@ def test_mxfp8_is_modelopts(modelopt):
         ours, scale = quantize_blockwise(weight, format=MXFP8)
         found, theirs = modelopt.MXFP8QTensor.quantize(weight)
         assert torch.equal(theirs, scale)
+        assert same(found._quantized_data, ours)
+
+
+@pytest.mark.parametrize("spread", [0, 3, 12])
+def test_nvfp4_is_modelopts(spread, modelopt):
+    """With blocks of zeros, and some whose scales are at their least."""
+    generator = torch.Generator().manual_seed(spread)
+    for weight in every_weight():
+        powers = torch.exp2(torch.randn(len(weight), NUM_COLUMNS // 16, generator=generator) * spread)
+        spread_out = (weight * powers.repeat_interleave(16, 1)).bfloat16().float()
+        spread_out[2, 32:80] = 0
+        found, theirs, over_all = modelopt.NVFP4QTensor.quantize(spread_out, 16)
+        ours, scale, own_over_all = quantize_blockwise(spread_out, format=NVFP4)
+        assert torch.equal(own_over_all, over_all.reshape(1))
+        assert same(theirs, scale)
         assert same(found._quantized_data, ours)

@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from fp8refit.live.fingerprint import _COLUMNS, checksum, fingerprint
+from fp8refit.live.formats import NVFP4
 from fp8refit.live.parameters import live_tensors
-from fp8refit.live.slots import Inventory
+from fp8refit.live.slots import Inventory, Slot
 from tests.fakes import FakeModel
 
 
@@ -28,6 +29,23 @@ def test_every_byte_of_every_weight_counts(model):
         last_row.view(torch.uint8)[-1] -= 1
     assert fingerprint_of(model) == before
     assert len(seen) == len(tensors) + 1
+
+
+def test_a_scale_of_the_whole_weight_counts():
+    """Twice a policy has the same codes and scales of blocks."""
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.zeros(4, 8, dtype=torch.uint8), requires_grad=False)
+    layer.weight_scale = torch.nn.Parameter(torch.ones(4, 1).to(torch.float8_e4m3fn), requires_grad=False)
+    layer.weight_global_scale = torch.nn.Parameter(torch.tensor(1.0))
+    held = {
+        "weight": layer.weight.data,
+        "scale": layer.weight_scale.data,
+        "global_scale": layer.weight_global_scale.data,
+    }
+    slots = (Slot(name="w", full_shape=(4, 16), format=NVFP4, **held),)
+    before = fingerprint(Inventory(slots=slots, live=live_tensors(layer)))
+    layer.weight_global_scale.data.mul_(2)
+    assert fingerprint(Inventory(slots=slots, live=live_tensors(layer))) != before
 
 
 def test_tensors_that_no_refit_writes_do_not_count(model):

@@ -148,7 +148,7 @@ DECIDED = {
         read,
     ],
 }
-FITTING = {"scale_format": FLOAT_SCALES, "placement": [Placement.ROW_MAJOR]}
+FITTING = {"codes": [Codes.E4M3], "scale_format": FLOAT_SCALES, "placement": [Placement.ROW_MAJOR]}
 """Members that go with blocks of several rows; `test_groups_of_columns.py` has the others."""
 CASES = [(part, decide) for part, decisions in DECIDED.items() for decide in decisions]
 

@@ -129,8 +129,8 @@ FAULTS = [
     Fault(
         name="a source that comes alone is read where the last one lay",
         at="fp8refit/kernels/triton_launch.py::_copy_tiles",
-        before="_row_of(row, shift, SOURCE, TARGET, IS_ALIGNED)",
-        after="_row_of(row, 0, SOURCE, TARGET, IS_ALIGNED)",
+        before="row_of(row, shift, SOURCE, TARGET, IS_ALIGNED)",
+        after="row_of(row, 0, SOURCE, TARGET, IS_ALIGNED)",
         found_by="tests/kernels/test_table.py -k one_by_one",
     ),
     Fault(

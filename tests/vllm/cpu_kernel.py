@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import cpu_experts
 import cpu_fp8_cache
 import cpu_mxfp8
+import cpu_nvfp4
 import torch
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
@@ -70,7 +71,7 @@ KERNELS = {
     "fp32": ReferenceBlockKernel,
     "ue8m0": PowerOfTwoBlockKernel,
     "up first": ReferenceBlockKernel,  # differs in experts only
-    "tiles": ReferenceBlockKernel,  # in MXFP8 only
+    "tiles": ReferenceBlockKernel,  # in MXFP8 and NVFP4 only
     "repacking": RepackingBlockKernel,
 }
 
@@ -93,6 +94,7 @@ def register(kind: str) -> None:
     cpu_experts.register(kind)
     cpu_fp8_cache.register()
     cpu_mxfp8.register(kind)
+    cpu_nvfp4.register(kind)
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, KERNELS[kind])
     torch._scaled_mm = _scaled_product  # which takes a CPU minutes, in most versions of torch
 

@@ -29,6 +29,9 @@ CASES = [
     ("expert parallel", "qwen3_moe", "mxfp8"),
     ("expert parallel", "qwen3_moe_many", "mxfp8 in tiles"),
     ("multi-process", "qwen3", "modelopt"),
+    ("core in process", "qwen2_wide", "modelopt, nvfp4"),
+    ("multi-process", "qwen3", "modelopt, nvfp4"),
+    ("core in process", "qwen2_wide", "modelopt, nvfp4 in tiles"),
     ("expert parallel", "qwen3_moe", "compressed-tensors"),
 ]
 

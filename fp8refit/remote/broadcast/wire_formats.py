@@ -143,7 +143,7 @@ class _Chooser:
         if block_format is None:
             dtype = _narrower(meta.dtype, held, self._config)
             reaches_beyond = any(slot.format is not None and slot.format.amax_over.reaches_beyond for slot in held)
-            is_shared = any(slot.format is not None and slot.format.is_shared for slot in held)
+            is_shared = any(slot.format is not None and slot.format.needs_maximum for slot in held)
             if cut is not None and (is_shared or (cut.dim == 1 and reaches_beyond)):
                 cut = None  # a rank needs more than what it holds, or keeps it whole for a while
             return WireTensor(name=name, shape=meta.shape, dtype=dtype_name(dtype), row_step=_row_step(held), cut=cut)
@@ -165,8 +165,10 @@ class _Chooser:
         (block_format,) = formats
         if block_format is None or BLOCK_ROWS % block_format.block_size[0]:
             return None  # otherwise runs of rows would cut blocks
-        if block_format.is_tiled or block_format.scale_format.has_exponents:
-            return None  # each rank puts its codes where its kernel looks for them
+        if block_format.is_tiled or block_format.scale_format.dtype is not torch.float32:
+            return (
+                None  # each rank puts its codes where its kernel looks for them, or needs maxima of all that is fused
+            )
         is_whole = all(block_format.holds_whole_blocks(slot.offset, slot.shape, slot.full_shape) for slot in held)
         return block_format if is_whole else None
 

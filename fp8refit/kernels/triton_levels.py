@@ -1,0 +1,153 @@
+"""The kernel that quantizes with scales of two levels (NVFP4); the bits are those of `reference.quantize_two_levels`."""
+
+import triton
+import triton.language as tl
+
+from fp8refit.kernels.triton_parts import add_count, put_codes, row_of
+
+
+@triton.jit(do_not_specialize=["shift", "first_tile", "num_tiles"])
+def quantize_levels(
+    matrix, tile_rows, status, differs, products, shift: tl.int64, first_tile, num_tiles,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, NUM_FIELDS: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    GROUP: tl.constexpr, IS_MARLIN: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND_TO_BF16: tl.constexpr,
+    IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr, WRITE: tl.constexpr, COMPARE: tl.constexpr,
+):  # fmt: skip
+    """One program quantizes `TILE_K` columns of `TILE_N` rows, with a scale per `GROUP` columns. Another launch has found the
+    largest magnitudes, and flagged NaN and Inf.
+
+    Two codes share a byte: neighbors in rows; those 8 columns apart in Marlin's tiles of 64 rows and 16 columns, see
+    `placement`. So the values are taken in two halves, from the start on.
+    """
+    tile = first_tile + tl.program_id(0)
+    row = matrix + tl.load(tile_rows + tile).to(tl.int64) * NUM_FIELDS
+    source, target, num_cols, source_row, source_col, target_row = row_of(row, shift, SOURCE, tl.int8, IS_ALIGNED)
+    num_cols = num_cols.to(tl.int32)
+    num_rows = tl.load(row + 3).to(tl.int32)
+    scale_row = tl.load(row + 8)
+    local = (tile - tl.load(row + 9)).to(tl.int32)
+    tiles_per_row = tl.load(row + 10).to(tl.int32)
+
+    GROUPS: tl.constexpr = TILE_K // GROUP
+    HALF: tl.constexpr = TILE_K // 2
+    VALUES: tl.constexpr = tl.bfloat16 if ROUND_TO_BF16 else SOURCE
+    n, half, group = tl.arange(0, TILE_N), tl.arange(0, HALF), tl.arange(0, GROUPS)
+    block_n = (local // tiles_per_row).to(tl.int64)
+    first_n, first_k = block_n * TILE_N, local % tiles_per_row * TILE_K
+    is_row = first_n + n < num_rows
+    source_at = source + first_n * source_row + first_k.to(tl.int64) * source_col + n[:, None] * source_row
+    if IS_MARLIN:  # both halves of 16 columns lie in one sector
+        k = half // 8 * 16 + half % 8
+        mask = is_row[:, None] & (first_k + k < num_cols)[None, :]
+        x = tl.load(source_at + k[None, :] * source_col, mask=mask, other=0.0).to(VALUES).to(tl.float32)
+        y = tl.load(source_at + (k + 8)[None, :] * source_col, mask=mask, other=0.0).to(VALUES).to(tl.float32)
+    else:
+        k = tl.arange(0, TILE_K)
+        is_value = is_row[:, None] & (first_k + k < num_cols)[None, :]
+        both = tl.load(source_at + k[None, :] * source_col, mask=is_value, other=0.0).to(VALUES).to(tl.float32)
+        x, y = tl.split(tl.reshape(both, (TILE_N, HALF, 2)))
+        mask = is_row[:, None] & (first_k + 2 * half < num_cols)[None, :]
+    if WRITE or COMPARE:
+        amax = tl.max(tl.reshape(tl.maximum(tl.abs(x), tl.abs(y)), (TILE_N, GROUPS, GROUP // 2)), axis=2)
+        maximum = tl.load(tl.load(row + 14).to(tl.pointer_type(tl.float32)))
+        over_all = tl.div_rn(tl.maximum(maximum, AMAX_FLOOR), 2688.0)
+        small = _small_scale_of(amax, over_all)
+        factor = 1.0
+        if IS_MARLIN:
+            factor = _factor_of(tl.load(tl.load(row + 16).to(tl.pointer_type(tl.float32))), over_all)
+        if local == 0:
+            at = tl.load(row + 15).to(tl.pointer_type(tl.int32))
+            _put_global(differs, tl.load(row + 11), at, over_all, factor, IS_MARLIN, WRITE, COMPARE)
+
+        scale = small.to(tl.float32) * over_all
+        inverse = tl.div_rn(1.0, scale)
+        low = _raised_code_of(x, scale, inverse, TILE_N, GROUPS, GROUP // 2)
+        high = _raised_code_of(y, scale, inverse, TILE_N, GROUPS, GROUP // 2)
+        pairs = (low + (high << 4)).to(tl.int8)
+        stored = _placed_small_scale(small, factor, IS_MARLIN)
+        scale = tl.load(row + 2).to(tl.pointer_type(tl.uint8))
+        first_group = first_k // GROUP
+        is_group = (first_k + group * GROUP) < num_cols
+        if IS_MARLIN:
+            bits = tl.reshape(pairs, (4, 2, 8, TILE_K // 16, 4, 2))
+            codes = tl.reshape(tl.permute(bits, (3, 2, 4, 0, 5, 1)), (TILE_K // 16, 512))
+            at, place, place_of_scale = tl.arange(0, TILE_K // 16), tl.arange(0, 512), tl.arange(0, 64)
+            target_at = target + (first_k // 16 + at)[:, None] * target_row + block_n * 512 + place[None, :]
+            mask = (first_k + at * 16 < num_cols)[:, None] & (place >= 0)[None, :]
+            scales = tl.reshape(tl.permute(tl.reshape(stored, (2, 2, 2, 8, GROUPS)), (4, 3, 0, 2, 1)), (GROUPS, 64))
+            scale_at = scale + (first_group + group)[:, None] * scale_row + block_n * 64 + place_of_scale[None, :]
+            is_scale = is_group[:, None] & (place_of_scale >= 0)[None, :]
+        else:
+            codes = tl.reshape(pairs, (TILE_N, HALF))
+            target_at = target + first_n * target_row + first_k // 2 + n[:, None] * target_row + half[None, :]
+            scales = stored
+            scale_at = scale + (first_n + n)[:, None] * scale_row + (first_group + group)[None, :]
+            is_scale = is_row[:, None] & is_group[None, :]
+        num_other = put_codes(codes, target_at, mask, WRITE, COMPARE)
+        if COMPARE:
+            held = tl.load(scale_at, mask=is_scale, other=0)
+            num_scales = tl.sum(tl.sum(((held != scales) & is_scale).to(tl.int32), axis=1), axis=0)
+            add_count(differs, tl.load(row + 11), 0, num_other)
+            add_count(differs, tl.load(row + 11), 1, num_scales)
+        if WRITE:
+            tl.store(scale_at, scales, mask=is_scale)
+
+
+@triton.jit
+def _raised_code_of(x, scale, inverse, TILE_N: tl.constexpr, GROUPS: tl.constexpr, SIDE: tl.constexpr):
+    """The codes of half of the values of each group, `(TILE_N, GROUPS, SIDE)`, plus a multiple of 256.
+
+    The quotient is that of `div_rn`, by Newton's step, as scales are no denormal numbers. Codes have steps of 0.5 below 2, of 1
+    below 4, and of 2 from there: as much higher as float32 has these steps, it rounds to nearest, ties to even.
+    """
+    values = tl.reshape(x, (TILE_N, GROUPS, SIDE))
+    first = values * tl.expand_dims(inverse, 2)
+    rest = tl.fma(-first, tl.broadcast_to(tl.expand_dims(scale, 2), first.shape), values)
+    quotient = tl.fma(rest, tl.broadcast_to(tl.expand_dims(inverse, 2), first.shape), first)
+    magnitude = tl.minimum(tl.abs(quotient), 6.0)
+    power = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
+    raised = (magnitude + (power + (22 << 23)).to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+    code = raised - power + (power >> 22) - 254  # and 22 << 23 more, which no byte shows
+    return tl.where(values < 0.0, code + 8, code)
+
+
+@triton.jit
+def _small_scale_of(amax, over_all):
+    """The E4M3 scales of blocks with these largest magnitudes, beside the scale of the weight."""
+    wanted = tl.div_rn(amax, tl.broadcast_to(6.0 * over_all, amax.shape))
+    return tl.where(wanted == 0, 1.0, tl.minimum(tl.maximum(wanted, 0.001953125), 448.0)).to(tl.float8e4nv)
+
+
+@triton.jit
+def _factor_of(own, over_all):
+    """The power of two by which Marlin's scales are raised; see `reference.put_two_levels`."""
+    largest = _small_scale_of(tl.full((1,), own, tl.float32), over_all).to(tl.float32).to(tl.int32, bitcast=True)
+    more = 135 - (largest >> 23) - ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
+    return tl.max(((127 + more) << 23).to(tl.float32, bitcast=True), axis=0)
+
+
+@triton.jit
+def _placed_small_scale(small, factor, IS_MARLIN: tl.constexpr):
+    """Their bytes, as `reference.put_two_levels` has them."""
+    if IS_MARLIN:
+        raised = tl.minimum(small.to(tl.float32) * factor, 448.0)
+        as_read = raised.to(tl.float8e4nv).to(tl.int8, bitcast=True).to(tl.int32) + 120
+        stored = tl.where(raised < 0.015625, 0, as_read)
+    else:
+        stored = small.to(tl.int8, bitcast=True).to(tl.int32)
+    return stored.to(tl.uint8)
+
+
+@triton.jit
+def _put_global(
+    differs, task, bits_at, over_all, factor, IS_MARLIN: tl.constexpr, WRITE: tl.constexpr, COMPARE: tl.constexpr
+):
+    """Store the scale of a weight, which all programs that quantize parts of it do, and count whether another one was there."""
+    if IS_MARLIN:
+        over_all = tl.div_rn(over_all * 6.646139978924579e35, factor)  # 2^119; see `reference.MARLIN_GLOBAL`
+    new = over_all.to(tl.int32, bitcast=True)
+    if COMPARE:
+        held = tl.atomic_xchg(bits_at, new, sem="relaxed") if WRITE else tl.load(bits_at)
+        add_count(differs, task, 1, (held != new).to(tl.int32))
+    elif WRITE:
+        tl.store(bits_at, new)
