@@ -13,7 +13,6 @@ from fp8refit.bench.eager import eager_checkpoint
 from fp8refit.bench.engine import Place, RefitBoot, Strategy
 from fp8refit.bench.policies import in_buckets
 from fp8refit.bench.server import BenchServer
-from fp8refit.bench.shapes import block_fp8
 from fp8refit.driver.refitter import Refitter
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout
@@ -103,8 +102,8 @@ def _settings(wanted: RefitBoot) -> dict[str, object]:
         "load-format": "dummy",
         **(
             {"quantization": wanted.quantization}
-            if wanted.quantization is not None
-            else {"json-model-override-args": json.dumps({"quantization_config": block_fp8(wanted.model)})}
+            if wanted.is_online
+            else {"json-model-override-args": json.dumps({"quantization_config": wanted.checkpoint})}
         ),
         "tp-size": wanted.tp,
         "skip-tokenizer-init": True,
@@ -132,7 +131,7 @@ def boot(wanted: RefitBoot) -> SglangBench | BenchServer:
     """
     if wanted.quantization not in (None, *_OWN):
         raise UnsupportedEngineError(
-            f"sglang quantizes BF16 weights itself as {' or '.join(_OWN)}; add --quantization, or leave out --online"
+            f"sglang quantizes BF16 weights itself as {' or '.join(_OWN)}; pass one with --quantization, or leave out --online"
         )
     if wanted.place is Place.INSIDE:
         raise UnsupportedEngineError("SGLang runs in other processes; leave out --place, or pass outside or server")

@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8refit.bench.eager import eager_checkpoint, eager_quantize
 from fp8refit.bench.engine import Place, RefitBoot, Strategy
 from fp8refit.bench.server import BenchServer
-from fp8refit.bench.shapes import block_fp8
+from fp8refit.bench.shapes import CHECKPOINTS
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.slots import Inventory
@@ -45,8 +45,8 @@ class VllmBench:
             "load_format": "dummy",
             **(
                 {"quantization": wanted.quantization}
-                if wanted.quantization is not None
-                else {"hf_overrides": {"quantization_config": block_fp8(wanted.model)}}
+                if wanted.is_online
+                else {"hf_overrides": {"quantization_config": wanted.checkpoint}}
             ),
             "tensor_parallel_size": wanted.tp,
             "enforce_eager": True,
@@ -66,7 +66,7 @@ class VllmBench:
             raise
 
     def _find_strategies(self, wanted: RefitBoot) -> None:
-        executor, is_online = in_process_executor(self.candidate.llm_engine), wanted.quantization is not None
+        executor, is_online = in_process_executor(self.candidate.llm_engine), wanted.is_online
         self.worker = None
         self._inventory = Inventory(slots=())
         self.strategies: Sequence[Strategy] = ()
@@ -91,11 +91,17 @@ class VllmBench:
                     "loads, fuses and processes as at boot",
                     update=self._reload_checkpoint,
                 ),
-                Strategy(
-                    name="reload_weights-kernel-format",
-                    summary="quantize each weight in eager PyTorch into tensors as the kernels hold them, which vLLM's "
-                    "`reload_weights(is_checkpoint_format=False)` copies",
-                    update=self._reload_kernels,
+                *(
+                    [
+                        Strategy(
+                            name="reload_weights-kernel-format",
+                            summary="quantize each weight in eager PyTorch into tensors as the kernels hold them, which vLLM's "
+                            "`reload_weights(is_checkpoint_format=False)` copies",
+                            update=self._reload_kernels,
+                        )
+                    ]
+                    if wanted.quantization not in CHECKPOINTS
+                    else []
                 ),
                 *by_calls(worker, is_online=is_online),
             )
@@ -170,10 +176,10 @@ def _serve(wanted: RefitBoot) -> BenchServer:
         "max-num-seqs": 32,
         "skip-tokenizer-init": True,
     }
-    if wanted.quantization is not None:
+    if wanted.is_online:
         settings["quantization"] = wanted.quantization
     else:
-        settings["hf-overrides"] = json.dumps({"quantization_config": block_fp8(wanted.model)})
+        settings["hf-overrides"] = json.dumps({"quantization_config": wanted.checkpoint})
     if torch.cuda.is_available():
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         settings |= {"gpu-memory-utilization": 0.35, "compilation-config": json.dumps(graphs)}

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8refit.kernels.reference import block_scales
+from fp8refit.kernels.placement import packed
+from fp8refit.kernels.reference import block_scales, global_scale_of, quantize_two_levels
 from fp8refit.live.formats import BlockFormat
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.slots import SCALE_SUFFIX
@@ -41,12 +42,25 @@ def eager_quantize(weight: Tensor, block_format: BlockFormat) -> tuple[Tensor, T
 
 
 def eager_checkpoint(layout: EngineLayout, policy: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a block-FP8 checkpoint, each computed on request."""
+    """Yield the tensors of a block-FP8 or NVFP4 checkpoint, each computed on request."""
     slots: dict[str, SlotLayout] = {slot.name: slot for slot in layout.slots}
+    maxima: dict[str, Tensor] = {}
+    for name, weight in policy.items():
+        slot = slots[name]
+        if slot.format is not None and slot.format.scale_format.has_two_levels:
+            amax = weight.abs().amax().float().reshape(1)
+            maxima[slot.shared_with] = torch.maximum(maxima.get(slot.shared_with, amax), amax)
     for name, weight in policy.items():
         slot = slots[name]
         if slot.format is None:
             yield name, weight
+            continue
+        if slot.format.scale_format.has_two_levels:
+            over_all = global_scale_of(maxima[slot.shared_with], slot.format.scale_format)
+            codes, scale = quantize_two_levels(weight, slot.format, over_all)
+            yield name, packed(codes)
+            yield name + layout.container.scale_suffix(slot.format), scale
+            yield name + layout.container.global_suffix, over_all.reshape(())
             continue
         codes, scale = eager_quantize(weight, slot.format)
         yield name, codes

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from fp8refit.bench.shapes import CHECKPOINTS, block_fp8
 from fp8refit.driver.adapters import booting, find_adapter
 from fp8refit.errors import UnsupportedEngineError
 
@@ -34,9 +35,20 @@ class RefitBoot:
     tp: int = 1
     """Tensor-parallel ranks."""
     quantization: str | None = None
-    """How the engine is to quantize BF16 weights itself, in its own words; None if it gets block-FP8 checkpoints."""
+    """How the engine is to quantize BF16 weights itself, in its own words, or one of `CHECKPOINTS`; None if it gets block-FP8
+    checkpoints."""
     place: Place | None = None
     """None for the adapter's choice."""
+
+    @property
+    def is_online(self) -> bool:
+        """Whether the engine quantizes BF16 weights itself."""
+        return self.quantization is not None and self.quantization not in CHECKPOINTS
+
+    @property
+    def checkpoint(self) -> dict[str, object]:
+        """The quantization entry of the checkpoints that it gets otherwise."""
+        return block_fp8(self.model, self.quantization)
 
 
 class Loads(StrEnum):

@@ -17,7 +17,7 @@ from fp8refit.bench.clock import Count, Percentiles, copy_gb_per_s, time_call
 from fp8refit.bench.engine import BenchEngine, Loads, Place, RefitBoot, Strategy, open_bench_engine
 from fp8refit.bench.result import BenchResult, gpu_name, stamp, versions_of
 from fp8refit.bench.server import BenchServer, Clients
-from fp8refit.bench.shapes import folder_of
+from fp8refit.bench.shapes import CHECKPOINTS, folder_of
 from fp8refit.bench.sources import Sources
 from fp8refit.config import InFlight, Options
 from fp8refit.driver.refitter import Refitter
@@ -46,7 +46,7 @@ class RefitBenchConfig(BaseModel, frozen=True, extra="forbid"):
     online: bool = False
     """Boot an engine that quantizes BF16 weights itself; its own methods then take BF16."""
     quantization: str = "fp8_per_block"
-    """How it does, in its own words."""
+    """How it does, in its own words; or one of `CHECKPOINTS`, which no engine makes of BF16 weights."""
     rounds: Count = 7
     """Number of timed refits, and of timed runs of every other strategy."""
     warm_up: int = Field(default=2, ge=0, le=1 << 24)
@@ -64,6 +64,11 @@ class RefitBenchConfig(BaseModel, frozen=True, extra="forbid"):
     """What becomes of their requests, see `RefitConfig.in_flight`."""
 
     @property
+    def asked(self) -> str | None:
+        """See `RefitBoot.quantization`."""
+        return self.quantization if self.online or self.quantization in CHECKPOINTS else None
+
+    @property
     def boot(self) -> str:
         """The engine, and how it was booted."""
         return " ".join([self.engine, *self.flags])
@@ -72,10 +77,10 @@ class RefitBenchConfig(BaseModel, frozen=True, extra="forbid"):
     def flags(self) -> list[str]:
         """The options of the command line that say how it was booted, and where the policies are."""
         default = type(self).model_fields["quantization"].default
-        how = [] if self.quantization == default else [f"--quantization {self.quantization}"]
+        how = [] if self.asked in (None, default) else [f"--quantization {self.quantization}"]
         place = [] if self.place is None else [f"--place {self.place}"]
         gpu = [] if self.gpu is None else [f"--gpu {self.gpu}"]
-        return [*(["--online", *how] if self.online else []), *place, *gpu]
+        return [*(["--online"] if self.online else []), *how, *place, *gpu]
 
 
 class StrategyResult(BaseModel, frozen=True):
@@ -188,8 +193,7 @@ def run_refit_bench(config: RefitBenchConfig, *, on_progress: Progress = lambda 
     with tempfile.TemporaryDirectory(prefix="fp8refit-bench-") as scratch:
         on_progress("boot", 0, 1)
         model = folder_of(config.model, Path(scratch))
-        quantization = config.quantization if config.online else None
-        wanted = RefitBoot(model=model, tp=config.tp, quantization=quantization, place=config.place)
+        wanted = RefitBoot(model=model, tp=config.tp, quantization=config.asked, place=config.place)
         engine = open_bench_engine(config.engine, wanted)
         with ExitStack() as stack:
             stack.callback(engine.close)

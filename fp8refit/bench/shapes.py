@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit.live.formats import quantization_config
+from fp8refit.live.formats import NVFP4, BlockFormat, Container, quantization_config
+
+CHECKPOINTS: dict[str, tuple[BlockFormat, Container]] = {"nvfp4": (NVFP4, Container.MODELOPT)}
+"""Formats other than block FP8 with which engines boot from checkpoints, and do not quantize BF16 weights themselves."""
 
 _COMMON: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -136,10 +139,16 @@ def write_config(shape: str, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=1))
 
 
-def block_fp8(model: Path) -> dict[str, object]:
-    """The quantization entry of `config.json` in block-FP8 checkpoints of `model`: routers stay in BF16."""
+def block_fp8(model: Path, quantization: str | None = None) -> dict[str, object]:
+    """The quantization entry of `config.json` in block-FP8 checkpoints of `model`, or in one of `CHECKPOINTS`: routers stay in
+    BF16.
+    """
     config = json.loads((model / "config.json").read_text())
-    return quantization_config(kept=[f"model.layers.{layer}.mlp.gate" for layer in _routed_layers(config)])
+    kept = [f"model.layers.{layer}.mlp.gate" for layer in _routed_layers(config)]
+    if quantization is None:
+        return quantization_config(kept=kept)
+    block_format, container = CHECKPOINTS[quantization]
+    return quantization_config(block_format, ["lm_head", *kept], container)
 
 
 def _routed_layers(config: dict[str, Any]) -> list[int]:

@@ -30,8 +30,11 @@ def bench_refit(
         bool, typer.Option("--online", help="Boot an engine that quantizes BF16 weights itself.")
     ] = False,
     quantization: Annotated[
-        str, typer.Option(help="How it does with --online, such as fp8_per_channel or fp8_per_tensor.")
-    ] = "fp8_per_block",
+        str | None,
+        typer.Option(
+            help="How it does, such as fp8_per_channel; implies --online. Or nvfp4, of which it has checkpoints."
+        ),
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs per method.")] = 7,
     warm_up: Annotated[int, typer.Option(min=0, help="Untimed refits after the first.")] = 2,
     strategies: Annotated[
@@ -57,16 +60,19 @@ def bench_refit(
     """Time refits of a live engine, and other ways to load weights."""
     from fp8refit.bench import RefitBenchConfig, run_refit_bench
     from fp8refit.bench.plots import plot_refits
+    from fp8refit.bench.shapes import CHECKPOINTS
     from fp8refit.bench.tables import refit_tables
 
+    if online and quantization in CHECKPOINTS:
+        raise typer.BadParameter(f"no engine makes {quantization} of BF16 weights itself", param_hint="--online")
     names = None if strategies is None else tuple(name.strip() for name in strategies.split(",") if name != "none")
     with options_checked():
         config = RefitBenchConfig(
             engine=engine,
             model=model,
             tp=tp,
-            online=online,
-            quantization=quantization,
+            online=online or quantization not in (None, *CHECKPOINTS),
+            **({} if quantization is None else {"quantization": quantization}),
             rounds=rounds,
             warm_up=warm_up,
             strategies=names,

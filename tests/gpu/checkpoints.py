@@ -16,7 +16,13 @@ from fp8refit import Refitter
 from fp8refit.bench.shapes import block_fp8
 from fp8refit.checkpoint import quantize_checkpoint
 from fp8refit.kernels.placement import codes_in_rows, scales_in_rows
-from fp8refit.kernels.reference import block_scales, quantize_reference
+from fp8refit.kernels.reference import (
+    block_scales,
+    global_scale_of,
+    put_two_levels,
+    quantize_reference,
+    quantize_two_levels,
+)
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.slots import Slot
 
@@ -92,12 +98,26 @@ def count_wrong(refitter: Refitter, policy: dict[str, Tensor]) -> int:
 def _holds(slot: Slot, source: Tensor, maximum: Tensor | None) -> bool:
     if not slot.is_quantized:
         return torch.equal(source.to(slot.weight.dtype), slot.weight)
+    if slot.global_scale is not None:
+        return _holds_two_levels(slot, source, maximum.reshape(1))
     shared = None if maximum is None else block_scales(maximum, slot.format)
     codes, scale, _ = quantize_reference(source, slot.format, shared)
     weight, scales = slot.weight, slot.scale
     if slot.format.is_tiled:
         weight, scales = codes_in_rows(weight), scales_in_rows(scales)
     return torch.equal(codes.view(torch.uint8), weight.view(torch.uint8)) and torch.equal(scale, scales)
+
+
+def _holds_two_levels(slot: Slot, source: Tensor, maximum: Tensor) -> bool:
+    """On one rank, which holds all of the weight."""
+    over_all = global_scale_of(maximum, slot.format.scale_format)
+    codes, scales = quantize_two_levels(source, slot.format, over_all)
+    live = slot.weight, slot.scale, slot.global_scale
+    made = tuple(torch.empty_like(each, memory_format=torch.contiguous_format) for each in live)
+    put_two_levels(*made, (codes, scales, over_all), slot.format.placement, maximum)
+    pairs = zip(live[:2], made[:2], strict=True)
+    are_equal = all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
+    return are_equal and torch.equal(live[2], made[2])
 
 
 def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:

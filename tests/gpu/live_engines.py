@@ -161,13 +161,16 @@ def _exact(steps: Sequence[dict | None]) -> list[dict[str, str]]:
     return [{str(token): entry.logprob.hex() for token, entry in step.items()} for step in steps if step]
 
 
-def vllm_settings(model: Path, *, is_noise: bool = False, is_compiled: bool = False, **options: Any) -> dict[str, Any]:
+def vllm_settings(
+    model: Path, *, is_noise: bool = False, is_compiled: bool = False, checkpoint: str | None = None, **options: Any
+) -> dict[str, Any]:
     """Arguments of `LLM`; on a CPU those of a tiny shape with the tests' own kernel, to try a script.
 
     Args:
         model: As for an engine.
         is_noise: As there.
         is_compiled: Whether by torch.compile.
+        checkpoint: Of what the noise is, if not block FP8.
         options: Instead of those here.
     """
     settings = {
@@ -182,7 +185,7 @@ def vllm_settings(model: Path, *, is_noise: bool = False, is_compiled: bool = Fa
     if not is_compiled:
         settings["max_num_batched_tokens"] = 2048
     if is_noise:
-        settings |= {"load_format": "dummy", "hf_overrides": {"quantization_config": block_fp8(model)}}
+        settings |= {"load_format": "dummy", "hf_overrides": {"quantization_config": block_fp8(model, checkpoint)}}
     return settings | options | _on_a_cpu()
 
 
@@ -194,7 +197,7 @@ def _on_a_cpu() -> dict[str, Any]:
     import cpu_kernel
 
     torch.compiler.set_stance("force_eager")
-    cpu_kernel.register("fp32")
+    cpu_kernel.register(os.environ.get("FP8REFIT_TEST_KERNEL", "fp32"))
     room = {"max_model_len": 512, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 64}
     return room | {
         "dtype": "bfloat16",

@@ -8,7 +8,8 @@
     external      vLLM: one rank of an external launcher (RANK in the environment)
     served        vLLM: `AsyncLLM` under load, requests kept
 
-`--online fp8_per_tensor`, or another name: the engine quantizes by itself, the fresh one too. `--inside`: vLLM is in this
+`--online fp8_per_tensor`, or another name: the engine quantizes by itself, the fresh one too. `--checkpoint nvfp4`: its
+checkpoints hold that. `--inside`: vLLM is in this
 process, compiled by torch.compile, and what its rank holds is held against the specification.
 """
 
@@ -31,6 +32,7 @@ from tiny_models import make_model, save_model
 from torch import Tensor
 
 from fp8refit import EngineAsleepError, EngineBusyError, EngineDirtyError, NonFiniteError, Refitter
+from fp8refit.bench.shapes import CHECKPOINTS
 from fp8refit.checkpoint import quantize_checkpoint
 
 NUM_WARM_UP = 6
@@ -56,6 +58,8 @@ def boot_noise(args, **options: Any) -> Engine:
     if args.online:
         config = {"json_model_override_args": "{}"} if args.engine == "sglang" else {"hf_overrides": {}}
         options |= {"quantization": args.online} | config
+    if args.checkpoint:
+        options["checkpoint"] = args.checkpoint
     return boot(args, folder, is_noise=True, **options)
 
 
@@ -225,7 +229,7 @@ def try_sources(engine: Vllm, refitter: Refitter, policy: dict[str, Tensor], exp
             "safetensors": lambda: args.work / "bf16",
             "one_shot_manifest": reused_buffer,
         }
-        if not args.online:
+        if not args.online and not args.checkpoint:
             sources["prequantized"] = lambda: fp8_folder(args.work, args.tp)
         if len(policy) < 350:
             sources["fp32"] = lambda: {name: tensor.float() for name, tensor in policy.items()}
@@ -433,6 +437,7 @@ OPTIONS = {
     "engine": {"choices": ["vllm", "sglang"], "default": "vllm"},
     "inside": FLAG,
     "online": {"choices": ["fp8", "fp8_per_block", "fp8_per_channel", "fp8_per_tensor", "mxfp8", "w8a8_fp8"]},
+    "checkpoint": {"choices": list(CHECKPOINTS)},
     "tp": WHOLE,
     "refits": WHOLE | {"default": 50},
 }

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from fp8refit.bench.code import INSIDE
+from fp8refit.bench.shapes import CHECKPOINTS
 from tests.gpu.judging import comparison, grown_bytes, median, over_roofline
 from tests.gpu.scripts import run_scenario, write_result
 
@@ -28,9 +29,12 @@ pytest.importorskip("vllm")
 
 SHAPE = os.environ.get("FP8REFIT_GPU_SHAPE", "qwen3-8b")
 ONLINE = os.environ.get("FP8REFIT_ONLINE", "")
-INSIDE_OPTIONS = ("--inside", *(("--online", ONLINE) if ONLINE else ()))
-OVER_COPY = {"mxfp8": 1.30}
+HOW = "--checkpoint" if ONLINE in CHECKPOINTS else "--online"
+INSIDE_OPTIONS = ("--inside", *((HOW, ONLINE) if ONLINE else ()))
+OVER_COPY = {"mxfp8": 1.30, "nvfp4": 1.40}
 """Of formats whose fill may take longer than 1.1 times a copy of as many bytes."""
+WAITING = {"nvfp4": 192, "fp8_per_tensor": 192}
+"""MiB of a stream that wait until all that shares a scale has come: gate and up projections of a layer."""
 WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit"))
 TIMEOUT_S = float(os.environ.get("FP8REFIT_TIMEOUT_S", "900"))
 MIB = 1 << 20
@@ -111,7 +115,7 @@ def test_bad_input_is_named_refused_and_healed(refitted):
 def test_streams_give_the_same_bytes_in_two_buckets(refitted):
     for kind, stream in refitted["sources"].items():
         assert stream["same_bytes"], kind
-        assert stream["peak_extra_bytes"] <= 2 * 256 * MIB + 64 * MIB, kind
+        assert stream["peak_extra_bytes"] <= (2 * 256 + 64 + WAITING.get(ONLINE, 0)) * MIB, kind
 
 
 def test_fill_runs_at_copy_speed(refitted):
