@@ -351,8 +351,9 @@ def block_format(module: Any, *, has_powers_of_two: bool) -> BlockFormat | None:
 
 
 def _nvfp4_format(module: Any) -> BlockFormat | None:
-    """The format of a linear layer that booted from a checkpoint of ModelOpt's NVFP4."""
-    is_tiled = module._parameters["weight"].dtype is torch.int32
+    """The format of a layer that booted from a checkpoint of ModelOpt's NVFP4."""
+    weight = module._parameters["weight" if "weight" in module._parameters else "w13_weight"]
+    is_tiled = weight.dtype is torch.int32
     is_modelopt = "ModelOpt" in type(module.quant_method).__name__
     if not is_modelopt or (is_tiled and module.params_dtype is not torch.bfloat16):
         return None

@@ -17,7 +17,12 @@ _OF_MXFP8 = frozenset({MARLIN, "TRITON_MXFP8", "EMULATION"})
 """Those that read MXFP8, in tiles or in rows."""
 
 NOT_MXFP8 = 'Boot with quantization="fp8_per_block"'
-"""What to do if an MXFP8 layer is held in a way that is not known, or experts are NVFP4."""
+"""What to do if an MXFP8 layer is held in a way that is not known."""
+NOT_NVFP4_EXPERTS = (
+    'Boot with enable_expert_parallel=True, moe_backend="marlin" and dtype="bfloat16", or boot BF16 with '
+    'quantization="fp8_per_block"'
+)
+"""What to do if experts are NVFP4 in a way that is not known."""
 
 _LEAST_FLASHINFER_SCALE = 1e-10
 
@@ -25,17 +30,22 @@ _LEAST_FLASHINFER_SCALE = 1e-10
 def experts_backend(module: nn.Module) -> str:
     """The name of the backend that multiplies a layer's experts."""
     method = getattr(module, "quant_method", None)
-    return str(getattr(getattr(method, "fp8_backend", None), "name", type(method).__name__))
+    backend = getattr(method, "fp8_backend", None) or getattr(method, "nvfp4_backend", None)
+    return str(getattr(backend, "name", type(method).__name__))
 
 
-def kernel_of_experts(module: nn.Module) -> Kernel:
+def kernel_of_experts(module: Any) -> Kernel:
     """The backend that multiplies a layer's experts."""
     backend, held = experts_backend(module), None
+    if has_small_scales(module):
+        # Of slices, Marlin's scales would follow from those of all experts.
+        if backend == MARLIN and module.moe_config.tp_size == 1:
+            held = block_format(module, has_powers_of_two=False)
+        return Kernel(name=backend, format=held, remedy=NOT_NVFP4_EXPERTS)
     is_known = backend in (_OF_MXFP8 if _is_mxfp8(module) else EXPERTS_BACKENDS)
-    if is_known and not has_small_scales(module) and not _multiplies_scales(module):
+    if is_known and not _multiplies_scales(module):
         held = block_format(module, has_powers_of_two=backend in _DEEP_GEMM and _rounds_scales())
-    is_other = _is_mxfp8(module) or has_small_scales(module)
-    remedy = NOT_MXFP8 if is_other else 'Boot with moe_backend="triton"'
+    remedy = NOT_MXFP8 if _is_mxfp8(module) else 'Boot with moe_backend="triton"'
     return Kernel(name=backend, format=held, remedy=remedy)
 
 

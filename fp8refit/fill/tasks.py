@@ -14,7 +14,7 @@ from fp8refit.kernels import Task
 from fp8refit.kernels.products import LowRank
 from fp8refit.kernels.reference_table import fits_scale_format
 from fp8refit.live.formats import ScaleFormat
-from fp8refit.live.slots import Op, Slot, cut_groups
+from fp8refit.live.slots import Op, Slot, alone, cut_groups
 
 
 class Maxima:
@@ -30,6 +30,7 @@ class Maxima:
     def __init__(self, slots: Iterable[Slot], device: torch.device) -> None:
         slots = tuple(slots)
         groups = dict.fromkeys(slot.group for slot in slots if slot.group is not None)
+        self._alone = alone(groups)
         self._cut = cut_groups(slots) if groups else frozenset[tuple[int, int]]()
         self._places = {group: place for place, group in enumerate(groups)}
         with torch.inference_mode(False):  # a tensor that can be written in any mode
@@ -40,9 +41,9 @@ class Maxima:
         return self._at(0, slot.group)
 
     def own_of(self, slot: Slot) -> Tensor | None:
-        """That of what the rank holds of it."""
+        """That of what the rank holds of it. None for experts, which are whole: the scales of at least one reach 448."""
         group = slot.group
-        return self._at(int(group in self._cut), group)
+        return self._at(int(group in self._cut), group) if group in self._alone else None
 
     def _at(self, row: int, group: tuple[int, int] | None) -> Tensor | None:
         if group is None:

@@ -160,7 +160,8 @@ def put_two_levels(
         global_scale: Where that of the weight goes.
         quantized: Codes (N, K) uint8, the blocks' scales (N, blocks), and that of the weight (1,).
         placement: How they lie.
-        own_maximum: The largest magnitude (1,) float32 of what the rank holds of the weight and of all that are fused into one.
+        own_maximum: The largest magnitude (1,) float32 of what the rank holds of the weight and of all that are fused into one;
+            None if nothing is raised.
     """
     codes, scales, over_all = quantized
     match placement:
@@ -168,9 +169,12 @@ def put_two_levels(
             target.copy_(packed(codes))
             scale.view(torch.uint8).copy_(scales.view(torch.uint8))
         case Placement.MARLIN:
-            assert own_maximum is not None, f"{placement=}"
-            largest = _small_scales(own_maximum, over_all).to(torch.float32).view(torch.int32)
-            more = 135 - (largest >> 23) - (largest & 0x7FFFFF > 0x600000).to(torch.int32)  # 448 = 1.75 * 2^(135 - 127)
+            more = torch.zeros_like(over_all, dtype=torch.int32)
+            if own_maximum is not None:
+                largest = _small_scales(own_maximum, over_all).to(torch.float32).view(torch.int32)
+                more = (
+                    135 - (largest >> 23) - (largest & 0x7FFFFF > 0x600000).to(torch.int32)
+                )  # 448 = 1.75 * 2^(135 - 127)
             raised = (scales.to(torch.float32) * 2.0**more).clamp(max=E4M3_MAX)
             as_read = raised.to(torch.float8_e4m3fn).view(torch.uint8) + MARLIN_RAISE
             put_half_codes(target, codes)

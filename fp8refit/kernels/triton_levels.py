@@ -54,7 +54,9 @@ def quantize_levels(
         small = _small_scale_of(amax, over_all)
         factor = 1.0
         if IS_MARLIN:
-            factor = _factor_of(tl.load(tl.load(row + 16).to(tl.pointer_type(tl.float32))), over_all)
+            own_at = tl.load(row + 16)
+            own = tl.load(own_at.to(tl.pointer_type(tl.float32)), mask=own_at != 0, other=0.0)
+            factor = tl.where(own_at != 0, _factor_of(own, over_all), 1.0)
         if local == 0:
             at = tl.load(row + 15).to(tl.pointer_type(tl.int32))
             _put_global(differs, tl.load(row + 11), at, over_all, factor, IS_MARLIN, WRITE, COMPARE)

@@ -70,7 +70,7 @@ class Task:
     """The largest magnitude (1,) float32 from which the scale follows, for `QUANTIZE` in a format that needs it. Tasks of
     `MAXIMUM`, whose target it is, have raised it."""
     own_maximum: Tensor | None = None
-    """That of what the rank holds; see `BlockFormat.needs_own_maximum`."""
+    """That of what the rank holds, see `BlockFormat.needs_own_maximum`; None if nothing follows from it."""
     box_shape: tuple[int, ...] | None = None
     """Shape of the box of `MAXIMUM`."""
     product: LowRank | None = None
@@ -228,7 +228,6 @@ def assert_is_writable(task: Task) -> None:
     if task.format.scale_format.has_two_levels:
         assert task.op is Op.QUANTIZE and task.maximum is not None, f"{task.op=} {task.format=}"
         assert task.global_scale is not None and task.global_scale.dtype is torch.float32, f"{task.format=}"
-        assert task.own_maximum is not None or not task.format.needs_own_maximum, f"{task.format=}"
     match task.format.placement:
         case Placement.ROW_MAJOR:
             pass

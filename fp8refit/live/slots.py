@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -142,9 +143,17 @@ class Slot:
         return (self.format or BlockFormat()).block_size
 
 
+def alone(groups: Iterable[tuple[int, int]]) -> frozenset[tuple[int, int]]:
+    """Those groups of slots whose scale is not one of several in one tensor, as those of experts are."""
+    found = set(groups)
+    counts = Counter(storage for storage, _ in found)
+    return frozenset(group for group in found if counts[group[0]] == 1)
+
+
 def cut_groups(slots: Iterable[Slot]) -> frozenset[tuple[int, int]]:
-    """Groups of slots that share a scale, of whose matrices the rank holds only parts."""
-    return frozenset(slot.group for slot in slots if slot.group is not None and slot.shape != slot.full_shape)
+    """Groups of slots that share a scale, of whose matrices the rank holds only parts. Not those of experts."""
+    groups = [(slot.group, slot.shape != slot.full_shape) for slot in slots if slot.group is not None]
+    return alone(group for group, _ in groups) & {group for group, is_cut in groups if is_cut}
 
 
 def num_elements(slots: Iterable[Slot]) -> tuple[int, int, int]:

@@ -310,8 +310,13 @@ class _Trial:
         block_format = self._rules.kernel_of(held.module).format
         assert block_format is not None, f"{held.twin_name=}"
         if held.global_scale is not None:
-            values = tensor.to(self._device, torch.bfloat16)
-            return _are_two_levels(held, values, block_format, is_whole=self._twin.is_alone)
+            assert scale is not None, f"{held=}"
+            stacks = weight, scale, held.global_scale, tensor.to(self._device, torch.bfloat16)
+            is_stack = tensor.ndim == 3
+            return all(
+                _are_two_levels(values, live, block_format, is_whole=self._twin.is_alone, is_expert=is_stack)
+                for *live, values in (zip(*stacks, strict=True) if is_stack else [stacks])
+            )
         if block_format.is_tiled:
             weight, scale = codes_in_rows(weight), scales_in_rows(scale)
         matrices = (
@@ -333,18 +338,22 @@ def _are_quantized(codes: Tensor, scales: Tensor, values: Tensor, block_format: 
     return _are_equal(codes, given_codes) and bool((scales >= own_scales).all())
 
 
-def _are_two_levels(held: Held, values: Tensor, block_format: BlockFormat, *, is_whole: bool) -> bool:
+def _are_two_levels(
+    values: Tensor, live: Sequence[Tensor], block_format: BlockFormat, *, is_whole: bool, is_expert: bool
+) -> bool:
     """The same for scales of two levels, with all values of the weight or with a rank's."""
-    assert held.scale is not None and held.global_scale is not None, f"{held=}"
+    weight, scale, global_scale = live
     largest = values.abs().amax().to(torch.float32).reshape(1)
     own = global_scale_of(largest, block_format.scale_format)
     for factor in range(_MOST_FACTORS) if block_format.is_tiled else (0,):  # by which it was lowered for Marlin
-        over_all = held.global_scale.reshape(1) * 2.0**factor / (MARLIN_GLOBAL if block_format.is_tiled else 1.0)
+        over_all = global_scale.reshape(1) * 2.0**factor / (MARLIN_GLOBAL if block_format.is_tiled else 1.0)
         codes, scales = quantize_two_levels(values, block_format, over_all)
-        weight, scale, again = (torch.empty_like(each) for each in (held.weight, held.scale, held.global_scale))
-        put_two_levels(weight, scale, again, (codes, scales, over_all), block_format.placement, largest)
-        pairs = (held.weight, weight), (held.scale, scale), (held.global_scale, again)
-        if all(_are_equal(*pair) for pair in pairs):
+        again = [
+            torch.empty_like(each, memory_format=torch.contiguous_format) for each in (weight, scale, global_scale)
+        ]
+        own_maximum = None if is_expert else largest
+        put_two_levels(again[0], again[1], again[2], (codes, scales, over_all), block_format.placement, own_maximum)
+        if all(_are_equal(*pair) for pair in zip(live, again, strict=True)):
             return torch.equal(over_all, own) if is_whole else bool((over_all >= own).all())
     return False
 

@@ -38,6 +38,7 @@ from fp8refit.tracing.stored import (
     blocks_of,
     box_of,
     codes_of,
+    global_of,
     is_plain,
     matrices,
     own_tensors,
@@ -346,7 +347,7 @@ class Reading:
         kernel = self._rules.kernel_of(module) if scale is not None else None
         block_format = kernel.format if kernel is not None else None
         if scale is not None and block_format is not None:
-            common = {"format": block_format, "global_scale": global_scale}
+            common = {"format": block_format}
             self._container = self._container.or_other(block_format)
             if pieces is not None and name == TWO_HALVES and self._rules.swaps_halves(module):
                 pieces = with_halves_swapped(pieces, weight.shape[1])
@@ -369,6 +370,7 @@ class Reading:
             for matrix in matrices(boxes) if scale is not None else (boxes,):
                 if scale is not None and starts is not None and block_format is not None:
                     common["scale"] = blocks_of(scale, matrix, starts, block_format)
+                    common["global_scale"] = global_of(global_scale, matrix)
                 self._slots.append(self._slot(copy.source, matrix, weight, prefix, **common))
         for copy in zeros:
             boxes_of_zeros = written_by(copy, tuple(weight.shape)) or ()

@@ -16,6 +16,8 @@ from fp8refit.tracing.boxes import Boxes, Range
 from fp8refit.tracing.records import Copy
 from fp8refit.tracing.rules import KernelRules, Why
 
+_SECOND = "_scale_2"
+"""How ModelOpt calls the scales of whole weights, which vLLM keeps for experts."""
 TWO_HALVES = "w13_weight"
 """Gate and up projections of an expert layer, one above the other."""
 
@@ -27,6 +29,8 @@ def is_experts(module: nn.Module) -> bool:
 
 def own_name(module: nn.Module, key: str) -> str:
     """The name of a module's tensor; scales of blocks and rows get one name, whatever the container and the placement."""
+    if key.endswith(_SECOND):
+        return key.removesuffix(_SECOND) + GLOBAL_SUFFIX
     is_scaled = getattr(module, "weight_block_size", None) is not None or _is_scale_of_codes(module, key)
     return name_of_scale(key) if is_scaled else key
 
@@ -278,6 +282,14 @@ def blocks_of(scale: Tensor, matrix: Boxes, starts: Mapping[int, int], block_for
             return _in_tiles(scale, experts, *blocks)
         case _:
             assert_never(block_format.placement)
+
+
+def global_of(global_scale: Tensor | None, matrix: Boxes) -> Tensor | None:
+    """Return the scale of a whole weight: its own, or that of its expert."""
+    if global_scale is None or not global_scale.ndim:
+        return global_scale
+    (expert, _), *_ = matrix.into
+    return global_scale[expert]
 
 
 def codes_of(weight: Tensor, boxes: Boxes, dims: Sequence[int | None], block_format: BlockFormat | None) -> Tensor:

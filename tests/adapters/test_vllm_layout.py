@@ -258,7 +258,7 @@ def experts_in_nvfp4():
     experts.w13_weight = nn.Parameter(torch.zeros(2, 64, 64, dtype=torch.uint8), requires_grad=False)
     experts.w13_weight_scale = nn.Parameter(torch.ones(2, 64, 8).to(torch.float8_e4m3fn), requires_grad=False)
     experts.quant_method = type("ModelOptNvFp4FusedMoE", (), {"moe_quant_config": None})()
-    experts.moe_config = SimpleNamespace()
+    experts.moe_config = SimpleNamespace(tp_size=2)
     return experts
 
 
@@ -287,7 +287,7 @@ def test_other_nvfp4_is_refused_with_what_to_boot_instead(layer):
     why = why or why_not_stored(rules, "layer", layer, dict(own_tensors(layer)))
     assert why is not None
     assert 'quantization="fp8_per_block"' in why[1]
-    assert "VLLM_DISABLED_KERNELS" not in why[1] and "moe_backend" not in why[1]
+    assert "VLLM_DISABLED_KERNELS" not in why[1] and 'moe_backend="triton"' not in why[1]
 
 
 def test_locks_of_marlins_kernels_are_zero_again_after_sleep():

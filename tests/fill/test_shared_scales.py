@@ -403,5 +403,5 @@ def test_a_second_name_of_what_shares_a_scale_is_refused():
     rank = Rank()
     inventory = Inventory(slots=rank.slots, aliases={"other": "k"})
     target = Target(lambda: inventory, device=CPU, engine="fake", versions={})
-    with pytest.raises(UnsupportedEngineError, match="other: is a second name of k, which has one scale for all of it"):
+    with pytest.raises(UnsupportedEngineError, match="other: is a second name of k, which has a scale for all of it"):
         refit_target(target, as_source(policy_of(1)))

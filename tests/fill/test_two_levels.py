@@ -227,3 +227,27 @@ def test_a_layout_says_all_of_the_format(rank):
     layout = SlotLayout.of(slot, "q")
     assert SlotLayout.model_validate_json(layout.model_dump_json()).format == rank.format
     assert TensorMeta.of(slot.weight).dtype is torch.uint8
+
+
+def test_scales_of_experts_are_not_raised_for_one_that_is_zeros():
+    """vLLM raises those of all experts of a layer alike, and another one's reach the largest."""
+    codes, scales = torch.zeros(2, 8, 1, 512, dtype=torch.uint8), torch.zeros(2, 8, 1, 64).to(FP8_DTYPE)
+    over_all = torch.zeros(2)
+    slots = tuple(
+        Slot(
+            name=f"experts.{expert}",
+            full_shape=(64, 128),
+            weight=codes[expert],
+            scale=scales[expert],
+            global_scale=over_all[expert],
+            format=TILES,
+        )
+        for expert in range(2)
+    )
+    target = Target(lambda: Inventory(slots=slots), device=torch.device("cpu"), engine="fake", versions={})
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    refit_target(target, as_source({"experts.0": weight, "experts.1": torch.zeros_like(weight)}))
+    least = np.float32(2.0**-100) / np.float32(2688)
+    assert over_all.tolist() == [(weight.abs().amax().float() / 2688 * 2.0**119).item(), least * np.float32(2.0**119)]
+    assert scales[0].view(torch.uint8).max() == 0x7E + 120
+    assert (scales[1].view(torch.uint8) == 0x38 + 120).all() and not codes[1].any()

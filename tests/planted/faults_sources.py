@@ -496,8 +496,8 @@ FAULTS = [
     Fault(
         name="scales for Marlin follow from the whole weight, not from what the rank holds",
         at="fp8refit/fill/tasks.py::Maxima.own_of",
-        before="self._at(int(slot.group in self._cut), slot.group)",
-        after="self._at(0, slot.group)",
+        before="self._at(int(group in self._cut), group)",
+        after="self._at(0, group)",
         found_by="tests/fill/test_two_levels.py -k every_source",
     ),
     Fault(

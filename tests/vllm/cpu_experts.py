@@ -7,6 +7,7 @@ for; only the product is torch's. Where a backend asks DeepGEMM for a layout, it
 from weakref import WeakKeyDictionary
 
 import cpu_mxfp8
+import cpu_nvfp4
 import torch
 from vllm import _custom_ops
 from vllm.model_executor.layers.fused_moe import modular_kernel
@@ -51,10 +52,13 @@ class ReferenceExperts(TritonExperts):
 
     def _dequantized(self, *codes):
         """Made again only if a byte has changed: most of a tiny engine's time would go into it."""
-        held = (*(c.view(torch.uint8) for c in codes), self.w1_scale, self.w2_scale)
+        alphas = [each for each in (self.g1_alphas, self.g2_alphas) if each is not None]
+        scales = [each.view(torch.uint8) if each.itemsize == 1 else each for each in (self.w1_scale, self.w2_scale)]
+        held = (*(c.view(torch.uint8) for c in codes), *scales, *alphas)
         last = _last.get(self)
         if last is None or not all(map(torch.equal, held, last[0])):
-            weights = [_dequantize(c, s) for c, s in zip(codes, held[2:], strict=True)]
+            given = zip(codes, (self.w1_scale, self.w2_scale), alphas or (None, None), strict=True)
+            weights = [_dequantize(*each) for each in given]
             last = _last[self] = tuple(tensor.clone() for tensor in held), weights
         return last[1]
 
@@ -69,8 +73,10 @@ class UpFirstExperts(ReferenceExperts):
     is_up_first = True
 
 
-def _dequantize(codes, scale):
+def _dequantize(codes, scale, alphas=None):
     rows, columns = codes.shape[1:]
+    if alphas is not None:
+        return cpu_nvfp4.dequantized_experts(codes, scale, alphas).double()
     if scale.ndim == 1:
         scale = scale.view(-1, 1, 1).expand(-1, rows, 1)
     if scale.shape[1:] == (rows, 1):
@@ -101,6 +107,7 @@ def register(kind: str) -> None:
     oracle.backend_to_kernel_cls = lambda backend: [experts] if backend is chosen else []
     fp8_utils.is_deep_gemm_e8m0_used = deep_gemm.is_deep_gemm_e8m0_used = lambda: kind == "ue8m0"
     cpu_mxfp8.register_experts(kind, TileExperts)
+    cpu_nvfp4.register_experts(TileExperts)
     if chosen is oracle.Fp8MoeBackend.MARLIN:  # in versions without HPC; what it does needs a GPU
         oracle.prepare_fp8_moe_layer_for_marlin = lambda layer, *held: held
     fp8_utils.deepgemm_post_process_weight_scale_block = lambda *, ws, **layout: ws

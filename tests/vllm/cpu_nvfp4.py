@@ -13,7 +13,11 @@ VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def repack(b_q_weight, size_k, size_n, num_bits, **_):
-    """`gptq_marlin_repack` without act-order, for eight codes in a word along K."""
+    """`gptq_marlin_repack` without act-order, for eight codes in a word along K, or for four."""
+    if num_bits == 8:
+        import cpu_mxfp8
+
+        return cpu_mxfp8.repack(b_q_weight, size_k, size_n, num_bits)
     from vllm.model_executor.layers.quantization.utils.marlin_utils_test import get_weight_perm, marlin_weights
 
     bytes_ = b_q_weight.view(torch.uint8).view(size_k // 8, size_n, 4)
@@ -65,6 +69,29 @@ def make(name):
     Kernel.__name__ = Kernel.__qualname__ = name
     Kernel.reads_row_major_block_fp8 = not name.startswith("Marlin")
     return Kernel
+
+
+def dequantized_experts(codes, scales, over_all):
+    """Stacks of experts as Marlin's kernels read them, as values."""
+    halves = half_codes_in_order(unpacked(codes.view(torch.uint8).view(*codes.shape[:2], -1, 512)))
+    raised = scales_in_order(scales.view(torch.uint8).view(*scales.shape[:2], -1, 64))
+    num_experts, size_n = len(codes), 64 * halves.shape[1]
+    wide = (raised.reshape(num_experts, size_n, -1).to(torch.int16) << 7).view(torch.float16).float() / 2**7
+    parts = zip(halves.reshape(num_experts, size_n, -1), wide, over_all / 2.0**119, strict=True)
+    return torch.stack([dequantized(*each) for each in parts])
+
+
+def register_experts(experts):
+    """Make these the experts of every layer in NVFP4 in this process, in tiles."""
+    try:
+        from vllm.model_executor.layers.fused_moe.oracle import nvfp4
+    except ImportError:
+        return  # older versions have no such experts
+    from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
+
+    marlin = nvfp4.NvFp4MoeBackend.MARLIN
+    nvfp4.backend_to_kernel_cls = lambda backend: [experts] if backend is marlin else []
+    marlin_utils_fp4.ops.gptq_marlin_repack = repack
 
 
 def register(kind):

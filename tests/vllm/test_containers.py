@@ -32,6 +32,7 @@ CASES = [
     ("core in process", "qwen2_wide", "modelopt, nvfp4"),
     ("multi-process", "qwen3", "modelopt, nvfp4"),
     ("core in process", "qwen2_wide", "modelopt, nvfp4 in tiles"),
+    ("expert parallel", "qwen3_moe_many", "modelopt, nvfp4 in tiles"),
     ("expert parallel", "qwen3_moe", "compressed-tensors"),
 ]
 
