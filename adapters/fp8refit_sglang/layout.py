@@ -69,7 +69,11 @@ class SglangRules:
         return why or (why_not_read(module) if is_experts(module) else None)
 
     def kernel_of(self, module: nn.Module) -> Kernel:
-        """The function that SGLang selected for a linear layer, or its expert runner."""
+        """The function that SGLang selected for a linear layer, or its expert runner; of none that packs codes."""
+        weights = [each for name, each in module.named_parameters(recurse=False) if name.endswith("weight")]
+        if any(each.dtype is torch.uint8 for each in weights):
+            method = type(getattr(module, "quant_method", None)).__name__
+            return Kernel(name=method, format=None, remedy=self.other_quantization)
         if is_experts(module):
             return kernel_of_experts(module)
         name, held = _product_of(module), block_format(module)

@@ -133,11 +133,6 @@ def why_not_stored(rules: KernelRules, prefix: str, module: nn.Module, own: Mapp
     if not scaled:
         return None
     kernel = rules.kernel_of(module)
-    if kernel.format is None and any(own[name].dtype is torch.uint8 for name in scaled):
-        return (
-            f"holds packed codes under {type(getattr(module, 'quant_method', None)).__name__}",
-            rules.other_quantization,
-        )
     if kernel.format is None:
         held = "experts" if TWO_HALVES in own else "weights"
         return f"its kernel {kernel.name} repacks {held}, or is not known to leave them as loaded", kernel.remedy

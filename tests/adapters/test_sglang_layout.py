@@ -19,7 +19,7 @@ from fp8refit import quantize_blockwise
 from fp8refit.live.formats import FLOAT_SCALES, PER_ROW, WHOLE, BlockFormat, ScaleFormat
 from fp8refit.live.slots import Inventory, Refusal
 from fp8refit.tracing.inventory import inventory_of
-from fp8refit.tracing.stored import own_tensors
+from fp8refit.tracing.stored import own_tensors, why_not_stored
 from fp8refit.tracing.twin import Twin
 from tests.tracing.models import FP8, HIDDEN, BlockLinear, model_of
 from tests.tracing.twins import identity_twin
@@ -399,3 +399,14 @@ def test_latent_attention_that_sglang_quantized_itself_is_refused(quantizer):
 def test_a_model_without_block_fp8_is_refused():
     refusal = only_refusal(model_of(proj=nn.Linear(128, 128)))
     assert "fp8refit quantize" in refusal and 'a model without latent attention with quantization="fp8"' in refusal
+
+
+def test_packed_codes_are_refused_with_what_to_boot_instead():
+    """NVFP4 of ModelOpt: another kernel for FP8 would not help."""
+    layer = nn.Module()
+    layer.weight = nn.Parameter(torch.zeros(64, 64, dtype=torch.uint8), requires_grad=False)
+    layer.weight_scale = nn.Parameter(torch.ones(64, 8).to(FP8), requires_grad=False)
+    layer.weight_scale_2 = nn.Parameter(torch.ones(1), requires_grad=False)
+    rules = SglangRules(model_of(proj=layer))
+    why = why_not_stored(rules, "layer", layer, dict(own_tensors(layer)))
+    assert why is not None and why[1] == rules.other_quantization

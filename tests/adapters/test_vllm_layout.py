@@ -272,21 +272,21 @@ def test_nvfp4_of_modelopt_has_a_format(layer):
 
 
 @pytest.mark.parametrize(
-    "layer",
+    ("layer", "instead"),
     [
-        Nvfp4(method="CompressedTensorsLinearMethod"),
-        nvfp4_in_tiles(params_dtype=torch.float16),
-        Nvfp4(input_global_scale=torch.ones(())),
-        experts_in_nvfp4(),
+        (Nvfp4(method="CompressedTensorsLinearMethod"), "ModelOpt's W4A16_NVFP4"),
+        (nvfp4_in_tiles(params_dtype=torch.float16), 'dtype="bfloat16"'),
+        (Nvfp4(input_global_scale=torch.ones(())), "ModelOpt's W4A16_NVFP4"),
+        (experts_in_nvfp4(), "enable_expert_parallel=True"),
     ],
     ids=["compressed-tensors", "float16", "activations in four bits", "experts"],
 )
-def test_other_nvfp4_is_refused_with_what_to_boot_instead(layer):
+def test_other_nvfp4_is_refused_with_what_to_boot_instead(layer, instead):
     rules = VllmRules()
     why = rules.why_refused(layer) if not hasattr(layer, "w13_weight") else None
     why = why or why_not_stored(rules, "layer", layer, dict(own_tensors(layer)))
     assert why is not None
-    assert 'quantization="fp8_per_block"' in why[1]
+    assert instead in why[1] and 'quantization="fp8_per_block"' in why[1]
     assert "VLLM_DISABLED_KERNELS" not in why[1] and 'moe_backend="triton"' not in why[1]
 
 
