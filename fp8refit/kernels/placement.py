@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 CODE_BITS = (8, 4, 4, 2, 2, 2)
-"""Sizes of the runs of bits of a code's place: `r2..r0`, `c2 c1`, `r5 r4`, `r3`, `c0`, `c3`."""
-HALF_CODE_BITS = (8, 4, 4, 2, 2, 2)
-"""Those of a code of half a byte: `r2..r0`, `c2 c1`, `r5 r4`, `c0`, `r3`, `c3`."""
+"""Sizes of the runs of bits of a code's place: `r2..r0`, `c2 c1`, `r5 r4`, then `r3`, `c0`, `c3`, or `c0`, `r3`, `c3`."""
 SCALE_BITS = (8, 2, 2, 2)
 """Those of a scale's place: `r2..r0`, `r5`, `r3`, `r4`."""
 BIAS_BITS = (4, 4, 2)
@@ -30,7 +28,7 @@ def codes_in_order(tiles: Tensor) -> Tensor:
 
 def half_codes_in_order(halves: Tensor) -> Tensor:
     """The same of codes of half a byte, each in a byte."""
-    return _ordered(_split(halves, HALF_CODE_BITS), (1, 4, 6, 2, 0, 7, 3, 5))
+    return _ordered(_split(halves, CODE_BITS), (1, 4, 6, 2, 0, 7, 3, 5))
 
 
 def packed(halves: Tensor) -> Tensor:

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from fp8refit.kernels.rows import COPY_TILE, NUM_FIELDS, Kind
 from fp8refit.kernels.triton_levels import quantize_levels
-from fp8refit.kernels.triton_parts import add_count, bits_of, bits_to_compare, magnitude_bits, put_codes, row_of
+from fp8refit.kernels.triton_parts import (
+    add_count,
+    bits_of,
+    bits_to_compare,
+    magnitude_bits,
+    put_codes,
+    put_groups,
+    row_of,
+    tile_of_groups,
+)
 from fp8refit.kernels.triton_products import TRITON_DTYPES, constants_of, product_of_block
 from fp8refit.kernels.work import Action
 from fp8refit.live.formats import AmaxOver, BlockFormat, Codes, ScaleFormat
@@ -428,26 +437,14 @@ def _quantize_groups(
     ROUND_TO_BF16: tl.constexpr, SATURATES: tl.constexpr, IS_ALIGNED: tl.constexpr, CHECK: tl.constexpr,
     WRITE: tl.constexpr, COMPARE: tl.constexpr,
 ):  # fmt: skip
-    """One program quantizes `TILE_K` columns of `TILE_N` rows, with a scale per `GROUP` columns. A tile of Marlin holds 64 rows
-    and 16 columns; see `placement`.
-    """
-    tile = first_tile + tl.program_id(0)
-    row = matrix + tl.load(tile_rows + tile).to(tl.int64) * NUM_FIELDS
-    source, target, num_cols, source_row, source_col, target_row = row_of(row, shift, SOURCE, tl.float8e4nv, IS_ALIGNED)
-    num_cols = num_cols.to(tl.int32)
-    num_rows = tl.load(row + 3).to(tl.int32)
-    scale_row = tl.load(row + 8)
-    local = (tile - tl.load(row + 9)).to(tl.int32)
-    tiles_per_row = tl.load(row + 10).to(tl.int32)
-
+    """One program quantizes `TILE_K` columns of `TILE_N` rows, with a scale per `GROUP` columns."""
+    row, source_at, source_row, source_col, target, target_row, block_n, first_k, is_row, num_cols = tile_of_groups(
+        matrix, tile_rows, shift, first_tile, SOURCE, tl.float8e4nv, NUM_FIELDS, TILE_N, TILE_K, IS_ALIGNED
+    )  # fmt: skip
     GROUPS: tl.constexpr = TILE_K // GROUP
     VALUES: tl.constexpr = tl.bfloat16 if ROUND_TO_BF16 else SOURCE
-    n, k, group = tl.arange(0, TILE_N), tl.arange(0, TILE_K), tl.arange(0, GROUPS)
-    block_n = (local // tiles_per_row).to(tl.int64)
-    first_n, first_k = block_n * TILE_N, local % tiles_per_row * TILE_K
-    is_row = first_n + n < num_rows
+    n, k = tl.arange(0, TILE_N), tl.arange(0, TILE_K)
     mask = is_row[:, None] & (first_k + k < num_cols)[None, :]
-    source_at = source + first_n * source_row + first_k.to(tl.int64) * source_col
     x = tl.load(source_at + n[:, None] * source_row + k[None, :] * source_col, mask=mask, other=0.0).to(VALUES)
     most = tl.max(tl.reshape(bits_to_compare(x), (TILE_N, GROUPS, GROUP)), axis=2)
     is_short: tl.constexpr = VALUES.primitive_bitwidth == 16
@@ -458,38 +455,18 @@ def _quantize_groups(
         s = _scale_of(amax_bits, LESS, LIMIT, IS_RECIPROCAL, AMAX_FLOOR)
         parts = tl.reshape(x.to(tl.float32), (TILE_N, GROUPS, GROUP))
         code = _code_of(parts, tl.expand_dims(s, 2), DIVIDES, SATURATES)
-        if HAS_EXPONENTS:
-            scale = tl.load(row + 2).to(tl.pointer_type(tl.uint8))
-            stored = (s.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
-        else:
-            scale = tl.load(row + 2).to(tl.pointer_type(tl.float32))
-            stored = s
-        first_group = first_k // GROUP
-        is_group = (first_k + group * GROUP) < num_cols
+        stored = (s.to(tl.int32, bitcast=True) >> 23).to(tl.uint8) if HAS_EXPONENTS else s
+        SCALE: tl.constexpr = tl.uint8 if HAS_EXPONENTS else tl.float32
         if IS_MARLIN:
             bits = tl.reshape(code.to(tl.int8, bitcast=True), (4, 2, 8, TILE_K // 16, 2, 4, 2))
             placed = tl.reshape(tl.permute(bits, (3, 2, 5, 0, 1, 6, 4)), (TILE_K // 16, 1024))
-            code_2d = placed.to(tl.float8e4nv, bitcast=True)
-            at, place, place_of_scale = tl.arange(0, TILE_K // 16), tl.arange(0, 1024), tl.arange(0, 64)
-            target_at = target + (first_k // 16 + at)[:, None] * target_row + block_n * 1024 + place[None, :]
-            mask = (first_k + at * 16 < num_cols)[:, None] & (place >= 0)[None, :]
-            scales = tl.reshape(tl.permute(tl.reshape(stored, (2, 2, 2, 8, GROUPS)), (4, 3, 0, 2, 1)), (GROUPS, 64))
-            scale_at = scale + (first_group + group)[:, None] * scale_row + block_n * 64 + place_of_scale[None, :]
-            is_scale = is_group[:, None] & (place_of_scale >= 0)[None, :]
+            codes = placed.to(tl.float8e4nv, bitcast=True)
         else:
-            code_2d = tl.reshape(code, (TILE_N, TILE_K))
-            target_at = target + first_n * target_row + first_k + n[:, None] * target_row + k[None, :]
-            scales = stored
-            scale_at = scale + (first_n + n)[:, None] * scale_row + (first_group + group)[None, :]
-            is_scale = is_row[:, None] & is_group[None, :]
-        num_other = put_codes(code_2d, target_at, mask, WRITE, COMPARE)
-        if COMPARE:
-            held = tl.load(scale_at, mask=is_scale, other=0)
-            num_scales = tl.sum(tl.sum(((bits_of(held) != bits_of(scales)) & is_scale).to(tl.int32), axis=1), axis=0)
-            add_count(differs, tl.load(row + 11), 0, num_other)
-            add_count(differs, tl.load(row + 11), 1, num_scales)
-        if WRITE:
-            tl.store(scale_at, scales, mask=is_scale)
+            codes = tl.reshape(code, (TILE_N, TILE_K))
+        put_groups(
+            codes, stored, row, differs, target, target_row, block_n, first_k, is_row, num_cols, SCALE, 1, GROUP, TILE_N,
+            TILE_K, IS_MARLIN, WRITE, COMPARE,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["shift", "first_tile", "num_tiles"])

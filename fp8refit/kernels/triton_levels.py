@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fp8refit.kernels.triton_parts import add_count, put_codes, row_of
+from fp8refit.kernels.triton_parts import add_count, put_groups, tile_of_groups
 
 
 @triton.jit(do_not_specialize=["shift", "first_tile", "num_tiles"])
@@ -19,34 +19,24 @@ def quantize_levels(
     Two codes share a byte: neighbors in rows; those 8 columns apart in Marlin's tiles of 64 rows and 16 columns, see
     `placement`. So the values are taken in two halves, from the start on.
     """
-    tile = first_tile + tl.program_id(0)
-    row = matrix + tl.load(tile_rows + tile).to(tl.int64) * NUM_FIELDS
-    source, target, num_cols, source_row, source_col, target_row = row_of(row, shift, SOURCE, tl.int8, IS_ALIGNED)
-    num_cols = num_cols.to(tl.int32)
-    num_rows = tl.load(row + 3).to(tl.int32)
-    scale_row = tl.load(row + 8)
-    local = (tile - tl.load(row + 9)).to(tl.int32)
-    tiles_per_row = tl.load(row + 10).to(tl.int32)
-
+    row, source_at, source_row, source_col, target, target_row, block_n, first_k, is_row, num_cols = tile_of_groups(
+        matrix, tile_rows, shift, first_tile, SOURCE, tl.int8, NUM_FIELDS, TILE_N, TILE_K, IS_ALIGNED
+    )  # fmt: skip
     GROUPS: tl.constexpr = TILE_K // GROUP
     HALF: tl.constexpr = TILE_K // 2
     VALUES: tl.constexpr = tl.bfloat16 if ROUND_TO_BF16 else SOURCE
-    n, half, group = tl.arange(0, TILE_N), tl.arange(0, HALF), tl.arange(0, GROUPS)
-    block_n = (local // tiles_per_row).to(tl.int64)
-    first_n, first_k = block_n * TILE_N, local % tiles_per_row * TILE_K
-    is_row = first_n + n < num_rows
-    source_at = source + first_n * source_row + first_k.to(tl.int64) * source_col + n[:, None] * source_row
+    source_at += tl.arange(0, TILE_N)[:, None] * source_row
     if IS_MARLIN:  # both halves of 16 columns lie in one sector
+        half = tl.arange(0, HALF)
         k = half // 8 * 16 + half % 8
         mask = is_row[:, None] & (first_k + k < num_cols)[None, :]
         x = tl.load(source_at + k[None, :] * source_col, mask=mask, other=0.0).to(VALUES).to(tl.float32)
         y = tl.load(source_at + (k + 8)[None, :] * source_col, mask=mask, other=0.0).to(VALUES).to(tl.float32)
     else:
         k = tl.arange(0, TILE_K)
-        is_value = is_row[:, None] & (first_k + k < num_cols)[None, :]
-        both = tl.load(source_at + k[None, :] * source_col, mask=is_value, other=0.0).to(VALUES).to(tl.float32)
+        mask = is_row[:, None] & (first_k + k < num_cols)[None, :]
+        both = tl.load(source_at + k[None, :] * source_col, mask=mask, other=0.0).to(VALUES).to(tl.float32)
         x, y = tl.split(tl.reshape(both, (TILE_N, HALF, 2)))
-        mask = is_row[:, None] & (first_k + 2 * half < num_cols)[None, :]
     if WRITE or COMPARE:
         amax = tl.max(tl.reshape(tl.maximum(tl.abs(x), tl.abs(y)), (TILE_N, GROUPS, GROUP // 2)), axis=2)
         maximum = tl.load(tl.load(row + 14).to(tl.pointer_type(tl.float32)))
@@ -57,7 +47,7 @@ def quantize_levels(
             own_at = tl.load(row + 16)
             own = tl.load(own_at.to(tl.pointer_type(tl.float32)), mask=own_at != 0, other=0.0)
             factor = tl.where(own_at != 0, _factor_of(own, over_all), 1.0)
-        if local == 0:
+        if block_n + first_k == 0:
             at = tl.load(row + 15).to(tl.pointer_type(tl.int32))
             _put_global(differs, tl.load(row + 11), at, over_all, factor, IS_MARLIN, WRITE, COMPARE)
 
@@ -67,32 +57,15 @@ def quantize_levels(
         high = _raised_code_of(y, scale, inverse, TILE_N, GROUPS, GROUP // 2)
         pairs = (low + (high << 4)).to(tl.int8)
         stored = _placed_small_scale(small, factor, IS_MARLIN)
-        scale = tl.load(row + 2).to(tl.pointer_type(tl.uint8))
-        first_group = first_k // GROUP
-        is_group = (first_k + group * GROUP) < num_cols
         if IS_MARLIN:
             bits = tl.reshape(pairs, (4, 2, 8, TILE_K // 16, 4, 2))
             codes = tl.reshape(tl.permute(bits, (3, 2, 4, 0, 5, 1)), (TILE_K // 16, 512))
-            at, place, place_of_scale = tl.arange(0, TILE_K // 16), tl.arange(0, 512), tl.arange(0, 64)
-            target_at = target + (first_k // 16 + at)[:, None] * target_row + block_n * 512 + place[None, :]
-            mask = (first_k + at * 16 < num_cols)[:, None] & (place >= 0)[None, :]
-            scales = tl.reshape(tl.permute(tl.reshape(stored, (2, 2, 2, 8, GROUPS)), (4, 3, 0, 2, 1)), (GROUPS, 64))
-            scale_at = scale + (first_group + group)[:, None] * scale_row + block_n * 64 + place_of_scale[None, :]
-            is_scale = is_group[:, None] & (place_of_scale >= 0)[None, :]
         else:
             codes = tl.reshape(pairs, (TILE_N, HALF))
-            target_at = target + first_n * target_row + first_k // 2 + n[:, None] * target_row + half[None, :]
-            scales = stored
-            scale_at = scale + (first_n + n)[:, None] * scale_row + (first_group + group)[None, :]
-            is_scale = is_row[:, None] & is_group[None, :]
-        num_other = put_codes(codes, target_at, mask, WRITE, COMPARE)
-        if COMPARE:
-            held = tl.load(scale_at, mask=is_scale, other=0)
-            num_scales = tl.sum(tl.sum(((held != scales) & is_scale).to(tl.int32), axis=1), axis=0)
-            add_count(differs, tl.load(row + 11), 0, num_other)
-            add_count(differs, tl.load(row + 11), 1, num_scales)
-        if WRITE:
-            tl.store(scale_at, scales, mask=is_scale)
+        put_groups(
+            codes, stored, row, differs, target, target_row, block_n, first_k, is_row, num_cols, tl.uint8, 2, GROUP, TILE_N,
+            TILE_K, IS_MARLIN, WRITE, COMPARE,
+        )  # fmt: skip
 
 
 @triton.jit
