@@ -22,6 +22,11 @@ def quantize_levels(
     row, source_at, source_row, source_col, target, target_row, block_n, first_k, is_row, num_cols = tile_of_groups(
         matrix, tile_rows, shift, first_tile, SOURCE, tl.int8, NUM_FIELDS, TILE_N, TILE_K, IS_ALIGNED
     )  # fmt: skip
+    if WRITE or COMPARE:  # begun before the values are read
+        maximum = tl.load(tl.load(row + 14).to(tl.pointer_type(tl.float32)))
+        if IS_MARLIN:
+            own_at = tl.load(row + 16)
+            own = tl.load(own_at.to(tl.pointer_type(tl.float32)), mask=own_at != 0, other=0.0)
     GROUPS: tl.constexpr = TILE_K // GROUP
     HALF: tl.constexpr = TILE_K // 2
     VALUES: tl.constexpr = tl.bfloat16 if ROUND_TO_BF16 else SOURCE
@@ -39,13 +44,10 @@ def quantize_levels(
         x, y = tl.split(tl.reshape(both, (TILE_N, HALF, 2)))
     if WRITE or COMPARE:
         amax = tl.max(tl.reshape(tl.maximum(tl.abs(x), tl.abs(y)), (TILE_N, GROUPS, GROUP // 2)), axis=2)
-        maximum = tl.load(tl.load(row + 14).to(tl.pointer_type(tl.float32)))
         over_all = tl.div_rn(tl.maximum(maximum, AMAX_FLOOR), 2688.0)
         small = _small_scale_of(amax, over_all)
         factor = 1.0
         if IS_MARLIN:
-            own_at = tl.load(row + 16)
-            own = tl.load(own_at.to(tl.pointer_type(tl.float32)), mask=own_at != 0, other=0.0)
             factor = tl.where(own_at != 0, _factor_of(own, over_all), 1.0)
         if block_n + first_k == 0:
             at = tl.load(row + 15).to(tl.pointer_type(tl.int32))
@@ -73,17 +75,22 @@ def _raised_code_of(x, scale, inverse, TILE_N: tl.constexpr, GROUPS: tl.constexp
     """The codes of half of the values of each group, `(TILE_N, GROUPS, SIDE)`, plus a multiple of 256.
 
     The quotient is that of `div_rn`, by Newton's step, as scales are no denormal numbers. Codes have steps of 0.5 below 2, of 1
-    below 4, and of 2 from there: as much higher as float32 has these steps, it rounds to nearest, ties to even.
+    below 4, and of 2 from there: the code of a magnitude m is the least of 2m, m + 2, m/2 + 4 and 7. Beside 2^23, float32 has
+    steps of 1, so that each is rounded once, to nearest, ties to even, and shows in the lowest byte.
     """
     values = tl.reshape(x, (TILE_N, GROUPS, SIDE))
-    first = values * tl.expand_dims(inverse, 2)
-    rest = tl.fma(-first, tl.broadcast_to(tl.expand_dims(scale, 2), first.shape), values)
-    quotient = tl.fma(rest, tl.broadcast_to(tl.expand_dims(inverse, 2), first.shape), first)
-    magnitude = tl.minimum(tl.abs(quotient), 6.0)
-    power = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
-    raised = (magnitude + (power + (22 << 23)).to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
-    code = raised - power + (power >> 22) - 254  # and 22 << 23 more, which no byte shows
-    return tl.where(values < 0.0, code + 8, code)
+    per_value = tl.broadcast_to(tl.expand_dims(inverse, 2), values.shape)
+    magnitude = tl.abs(values)
+    first = magnitude * per_value
+    rest = tl.fma(first, tl.broadcast_to(tl.expand_dims(-scale, 2), values.shape), magnitude)
+    quotient = tl.fma(rest, per_value, first)
+    doubled = tl.fma(quotient, tl.full(values.shape, 2.0, tl.float32), tl.full(values.shape, 8388608.0, tl.float32))
+    halved = tl.fma(quotient, tl.full(values.shape, 0.5, tl.float32), tl.full(values.shape, 8388612.0, tl.float32))
+    small = tl.minimum(doubled.to(tl.int32, bitcast=True), (quotient + 8388610.0).to(tl.int32, bitcast=True))
+    large = tl.minimum(halved.to(tl.int32, bitcast=True), 0x4B000007)
+    code = tl.minimum(small, large)
+    is_negative = values.to(tl.uint32, bitcast=True) > 0x80000000
+    return tl.where(is_negative, code + 8, code)
 
 
 @triton.jit
