@@ -104,13 +104,9 @@ def median_of(result, way):
 
 
 NOT_MEASURED = {
-    "vLLM in the trainer's process, cache flush excluded",
     "SGLang",
     "broadcast to vLLM on another GPU",
     "vLLM server answering 16 clients",
-    "TRL sending one tensor at a time, with the drop-in",
-    "Qwen3-30B-A3B in buckets, inside the worker",
-    "slow: Qwen3-30B-A3B by a generator",
     "slow: another state dict each time, vLLM in another process",
     "slow: CPU tensors, vLLM in another process",
 }
