@@ -268,7 +268,7 @@ class _Watch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         from fp8refit.remote.servers import connection
-        from fp8refit.remote.servers.orders import Pause, Resume, Send
+        from fp8refit.remote.servers.orders import Pause, Send
 
         post = connection.Connection.post
 
@@ -277,9 +277,10 @@ class _Watch:
                 self._begin("pause")
             elif isinstance(order, Send) and (len(order.messages) > 1 or _step_of(order.messages[0]) in _BEGINS):
                 self._begin("write")
-            elif isinstance(order, Resume):
+            answer = post(line, order, timeout_s=timeout_s)
+            if answer.is_resumed:
                 self._begin("resume")
-            return post(line, order, timeout_s=timeout_s)
+            return answer
 
         with patch.object(connection.Connection, "post", note):
             yield

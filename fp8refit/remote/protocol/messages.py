@@ -19,7 +19,7 @@ from fp8refit.transport.memory.segment import Segment, TensorRef
 from fp8refit.transport.stamps import FileStamp
 from fp8refit.transport.vote import ErrorRecord
 
-PROTOCOL = 17
+PROTOCOL = 18
 """Version of these messages; both sides must use the same."""
 _MAX_PROBLEMS = 100
 """Further problems are only counted: pydantic's list of them takes a hundred times the size of the message."""
@@ -261,7 +261,11 @@ class _Kind(BaseModel):
 
 
 class _Outcome(BaseModel):
+    id: str = ""
     error: _Kind | None = None
+    version: int = 0
+    is_dirty: bool = False
+    reports: tuple[object, ...] = ()
 
 
 def failure_of(answer: str) -> str | None:
@@ -271,6 +275,25 @@ def failure_of(answer: str) -> str | None:
     except ValidationError:
         return None
     return None if error is None else error.kind
+
+
+def common_version(answers: Sequence[str], *, if_written_by: str | None = None) -> int | None:
+    """The version that every rank holds whole; None if they differ, or if one is dirty or failed.
+
+    Args:
+        answers: The ranks' answers, unchecked.
+        if_written_by: A request. Return None, too, if one of them does not answer that it has written by it.
+
+    Raises:
+        ValidationError: Nobody knows what a rank says.
+    """
+    outcomes = [_Outcome.model_validate_json(answer) for answer in answers]
+    versions = {outcome.version for outcome in outcomes}
+    is_whole = len(versions) == 1 and not any(outcome.is_dirty or outcome.error for outcome in outcomes)
+    if if_written_by is not None:
+        asked = _Outcome.model_validate_json(if_written_by).id
+        is_whole &= all(outcome.id == asked and outcome.reports for outcome in outcomes)
+    return versions.pop() if is_whole else None
 
 
 def have_done(answers: Sequence[Any], request: str) -> list[Reply]:

@@ -135,7 +135,13 @@ class OrderHandler:
             failure = next(filter(None, map(messages.failure_of, answers.said)), None)
             if failure not in (None, TensorsForgottenError.__name__):  # after which the driver sends them again
                 self._note(failure=failure)
-            return Answer(said=tuple(answers.said), is_refused=answers.is_refused, flush_s=answers.flush_s)
+            is_resumed = is_held and await self._resume_if_committed(order.messages[-1], answers)
+            return Answer(
+                said=tuple(answers.said),
+                is_refused=answers.is_refused,
+                flush_s=answers.flush_s,
+                is_resumed=is_resumed,
+            )
         if isinstance(order, orders.Tokenize):
             return Answer(token_ids=await controls.tokenize(order.prompts))
         if isinstance(order, orders.Look):
@@ -156,12 +162,29 @@ class OrderHandler:
                     f"an order to serve version {order.version} came again or too late: the server is at version "
                     f"{self._version}, and its ranks {'are dirty' if held is None else f'hold version {held}'}; refit again"
                 )
-            if order.version is not None:
-                await self._publish(order.version)
-            await controls.resume()
-            self._note(is_dirty=0, **({"seconds": time.monotonic() - self._since_s} if is_held else {}))
-            self._let_go()
+            await self._resume(order.version, is_held=is_held)
         return Answer()
+
+    async def _resume_if_committed(self, message: str, answers: Answers) -> bool:
+        """Resume requests if the ranks have committed a policy by this message. If that fails, the driver orders it, and hears
+        why.
+        """
+        try:
+            version = messages.common_version(answers.said, if_written_by=message)
+            if version is None or version < self._least:
+                return False
+            await self._resume(version, is_held=True)
+        except Exception:
+            logger.warning("the engine did not resume with the write", exc_info=True)
+            return False
+        return True
+
+    async def _resume(self, version: int | None, *, is_held: bool) -> None:
+        if version is not None:
+            await self._publish(version)
+        await self._controls.resume()
+        self._note(is_dirty=0, **({"seconds": time.monotonic() - self._since_s} if is_held else {}))
+        self._let_go()
 
     def _check_is_next(self, order: orders.OfPause, driver: Caller) -> None:
         """Refuse what begins or ends a pause after a later one of the same driver, and a pause that has begun or ended."""
@@ -246,10 +269,7 @@ class OrderHandler:
         """The version that all ranks hold; None if they differ or are dirty. `close` makes them drop an unfinished refit."""
         request = messages.Request(id=uuid.uuid4().hex, order=messages.Do(step=ask))
         answers = await self._send((request.encode(),), (self._silence_s or SILENCE_S,))
-        replies = [messages.Reply.model_validate_json(answer) for answer in answers.said]
-        versions = {reply.version for reply in replies}
-        is_whole = len(versions) == 1 and not any(reply.is_dirty or reply.error for reply in replies)
-        return versions.pop() if is_whole else None
+        return messages.common_version(answers.said)
 
 
 def _has_ended(process: int) -> bool:

@@ -24,7 +24,7 @@ from fp8refit.errors import RankFailedError, UnsupportedEngineError
 from fp8refit.remote.protocol.messages import Message, Place, first_problem
 from fp8refit.transport.vote import ErrorRecord
 
-PROTOCOL: Final = 5
+PROTOCOL: Final = 6
 """Version of these messages; both sides must use the same."""
 MAX_BYTES = 1 << 28
 """Maximum size of an answer."""
@@ -151,7 +151,9 @@ class Tokenize(Message):
 
 
 class Send(Message):
-    """Send one message to every rank, or two in one exchange; see `fp8refit.remote.protocol.channel.Channel.send`."""
+    """Send one message to every rank, or two in one exchange; see `fp8refit.remote.protocol.channel.Channel.send`. If all ranks
+    have then committed a policy, the server resumes requests at once.
+    """
 
     step: Literal["send"] = "send"
     messages: tuple[Text, ...] = Field(min_length=1, max_length=2)
@@ -194,7 +196,7 @@ class Caller(Message):
 class OrderRequest(Message):
     """One order of one driver."""
 
-    protocol: Literal[5] = PROTOCOL
+    protocol: Literal[6] = PROTOCOL
     driver: Caller
     order: AnyOrder
 
@@ -241,5 +243,7 @@ class Answer(Message):
     """See `fp8refit.remote.protocol.channel.Answers`."""
     flush_s: float = 0.0
     """See `fp8refit.remote.protocol.channel.Answers`."""
+    is_resumed: bool = False
+    """Whether requests run again, under the policy that the ranks have committed."""
     token_ids: list[list[int]] = Field(default_factory=list)
     error: ErrorRecord | None = None

@@ -41,6 +41,8 @@ class ServerDriver(ControlPlane, Channel):
         self.server = server
         self._timeout_s = RefitConfig().timeout_s
         self._new_version: int | None = None
+        self._is_resumed = False
+        """Whether the server has resumed requests since the last pause, with the answer to the write."""
         self.pinged = server.ping()
         """Name of the server that answered, which changes with every start."""
 
@@ -54,12 +56,15 @@ class ServerDriver(ControlPlane, Channel):
 
     @override
     async def pause(self, config: RefitConfig) -> int:
-        self._timeout_s, self._new_version = config.timeout_s, None
+        self._timeout_s, self._new_version, self._is_resumed = config.timeout_s, None, False
         self.server.num_pauses += 1
         return (await self._post(Pause(config=config, number=self.server.num_pauses))).value
 
     @override
     async def resume(self) -> None:
+        if self._is_resumed:
+            self._is_resumed = False
+            return
         await self._post(Resume(version=self._new_version, number=self.server.num_pauses))
 
     @override
@@ -95,6 +100,7 @@ class ServerDriver(ControlPlane, Channel):
         order = Send(messages=tuple(messages), timeouts_s=tuple(timeouts_s))
         flush_s = self._timeout_s if len(messages) > 1 else 0.0
         answer = await self._post(order, sum(timeouts_s) + flush_s)
+        self._is_resumed |= answer.is_resumed
         return Answers(said=answer.said, is_refused=answer.is_refused, flush_s=answer.flush_s)
 
     async def _post(self, order: AnyOrder, timeout_s: float | None = None) -> Answer:

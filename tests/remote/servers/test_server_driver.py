@@ -21,6 +21,7 @@ from fp8refit.errors import (
     TransportError,
     UnsupportedEngineError,
 )
+from fp8refit.remote.protocol import messages
 from fp8refit.remote.servers import order_handler, orders
 from fp8refit.remote.servers.orders import Caller, OrderRequest, Pause, Place, Refuse, Resume
 from fp8refit.remote.servers.server_driver import ServerDriver
@@ -79,8 +80,9 @@ def dying_driver() -> tuple[Caller, subprocess.Popen]:
     return Caller(place=Place.here(), pid=process.pid, name="dying"), process
 
 
-def give(running: Running, order, driver: Caller) -> None:
-    running.answer(OrderRequest(driver=driver, order=order).encode())
+def give(running: Running, order, driver: Caller) -> orders.Answer:
+    said = running.answer(OrderRequest(driver=driver, order=order).encode())
+    return orders.Answer.model_validate_json(said)
 
 
 def pause(timeout_s: float = 5, number: int = 0) -> Pause:
@@ -171,12 +173,41 @@ def test_a_server_that_was_started_again_is_not_told_the_version_of_the_one_befo
 
     with monkeypatch.context() as patched, pytest.raises(EngineLostError):
         patched.setattr(running, "answer", lost_at_last)
+        patched.setattr(running.controls, "resume", stuck)
         refitter.refit(policy)
     running.start()
     running.controls.flush_caches = keep_caches
     with pytest.raises(CacheFlushError):
         refitter.refit(policy)
     assert running.events == ["pause", "resume"]
+
+
+async def stuck():
+    raise RankFailedError("the scheduler is stuck")
+
+
+def test_an_engine_that_does_not_resume_with_the_write_is_ordered_to_and_the_driver_hears_why(running, monkeypatch):
+    refitter, policies = Refitter(URL), [running.cluster.make_policy(seed) for seed in (1, 2)]
+    with monkeypatch.context() as patched, pytest.raises(RankFailedError, match="the scheduler is stuck"):
+        patched.setattr(running.controls, "resume", stuck)
+        refitter.refit(policies[0])
+    assert running.orders[-2:] == ["resume", "refuse"]
+    refitter.refit(policies[1])
+    running.cluster.assert_holds(policies[1], version=2)
+    assert running.events[-1] == "resume"
+
+
+def test_what_ranks_say_before_they_have_written_resumes_nothing(running):
+    """A server that does not know that its ranks have another version, as after a refit by a drop-in."""
+    for target in running.cluster.targets:
+        target.version = 7
+    driver = Caller.new()
+    give(running, pause(), driver)
+    request = messages.Request(id="one", order=messages.Do(step="hello"))
+    answer = give(running, orders.Send(messages=(request.encode(),), timeouts_s=(5.0,)), driver)
+    assert '"version":7' in answer.said[0] and not answer.is_resumed
+    assert running.events == ["pause"]
+    give(running, Resume(), driver)
 
 
 # Who may ask.
@@ -313,7 +344,7 @@ def test_a_driver_numbers_its_pauses(running, monkeypatch):
     refitter = Refitter(URL)
     for seed in (1, 2):
         refitter.refit(running.cluster.make_policy(seed))
-    assert list(filter(None, numbers)) == [1, 1, 2, 2]
+    assert list(filter(None, numbers)) == [1, 2]
 
 
 def test_drivers_of_one_connection_number_their_pauses_together(running, server):
@@ -481,7 +512,12 @@ def test_a_stream_like_the_last_is_one_order_to_the_server(running):
         policy = running.cluster.make_policy(version)
         refitter.refit(**stream_of(policy))
         running.cluster.assert_holds(policy, version=version)
-    assert running.orders == ["hello", "pause", "send 2", "send 1", "resume"]  # the last for the stream's end
+    assert running.orders == [
+        "hello",
+        "pause",
+        "send 2",
+        "send 1",
+    ]  # the last for the stream's end, with which the server resumes
 
 
 def stream_of(policy):
