@@ -108,6 +108,12 @@ class CollectiveConfig(BaseModel, frozen=True, extra="forbid"):
     trainer's weights, quantized by every rank. Engines end up with the same bytes either way. A tensor is always sent as
     BF16 if its slots differ in format or cut through its blocks."""
 
+    stage: Literal["auto", "ahead", "during"] = "auto"
+    """When the policy is sent. `ahead`: while requests still run, into memory of the engine's GPU that holds all that a rank is
+    sent, and stays allocated until the trainer closes; requests are paused only for the write. `during`: while they are
+    paused, through three buckets. `auto`: ahead if tensors are at rest, requests run meanwhile, and each engine has one rank,
+    no sleep mode, and 4 GiB of its GPU stay free."""
+
 
 class RefitConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """How a `Refitter` works. The defaults suit a trainer with BF16 or fp32 master weights."""

@@ -95,11 +95,11 @@ class RefitReport(BaseModel, frozen=True):
     bytes_read: int
     bytes_written: int
     phases_s: dict[str, float]
-    """Host seconds in each phase, in order. `plan` checks the source. `pause` stops running requests. `flush` drops the
-    caches of the old policy, unless that overlaps the write. `transfer` is the exchange with ranks in other processes. It
-    includes the check of a source with the same layout as last time, if that is sent together with the write. `fill` ends
-    when everything is launched, `verify` when the device has finished and its status word is read. `kv` measures and
-    writes KV-cache scales. `resume` admits requests again."""
+    """Host seconds in each phase, in order. `plan` checks the source. `stage` sends a broadcast ahead, while requests
+    run. `pause` stops running requests. `flush` drops the caches of the old policy, unless that overlaps the write.
+    `transfer` is the exchange with ranks in other processes. It includes the check of a source with the same layout as last
+    time, if that is sent together with the write. `fill` ends when everything is launched, `verify` when the device has
+    finished and its status word is read. `kv` measures and writes KV-cache scales. `resume` admits requests again."""
     fill_device_s: float | None = None
     """Seconds between the first and the last byte written, on the device's own clock; None on a CPU."""
     extra_bytes: int = 0

@@ -362,6 +362,7 @@ class ThreadChannel:
     """See `fp8refit.remote.protocol.channel.Channel`: every server in a thread."""
 
     num_at_once = num_ahead = 1
+    serves_meanwhile = False
 
     def __init__(self, servers: Sequence[RankServer], *, suspends: bool = False) -> None:
         self.servers = list(servers)

@@ -74,6 +74,8 @@ class Attempt:
             drops_caches = await ranks.prepare(
                 lambda: _source_of(state_dict, config, names, manifest), job, driver_error=unready.error
             )
+        if ranks.ahead_s:
+            clock.move("plan", stage=ranks.ahead_s)
         self.version, num_interrupted = ranks.version, 0
         with ErrorCapture() as busy:
             with clock.phase("pause"):

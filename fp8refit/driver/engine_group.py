@@ -151,6 +151,11 @@ class EngineGroupRanks(Ranks):
     def is_dirty(self) -> bool:
         return any(member.is_dirty for member in self._members)
 
+    @property
+    @override
+    def ahead_s(self) -> float:
+        return self._broadcast.ahead_s
+
     @override
     async def prepare(
         self, make_source: Callable[[], Source], job: Job, *, driver_error: BaseException | None = None

@@ -59,7 +59,9 @@ class RankOrders:
     def _obey(self, order: messages.Order, held: EngineBusyError | None) -> dict[str, Any]:
         """`execute`; if somebody else holds the turn, only what changes nothing."""
         rank = self.rank
-        if not (isinstance(order, messages.Take) and order.refit == self._refit):
+        takes = isinstance(order, messages.Take) and order.refit == self._refit
+        asks = isinstance(order, messages.Do) and order.step != "close"
+        if not (takes or (asks and self.receiver.is_ahead)):
             self.receiver.recall()
         match order:
             case messages.Do(step="read"):
@@ -78,7 +80,7 @@ class RankOrders:
             case messages.Prepare():
                 self._prepare(order, held)
             case messages.Join():
-                self.receiver.join(order)
+                return {"free_bytes": self.receiver.join(order)}
             case messages.Calibrate(step="check_calibration"):
                 rank.check_calibration(order.job, driver_error=held)
             case messages.Calibrate():
@@ -109,7 +111,8 @@ class RankOrders:
 
         def receive() -> None:
             if order.is_under_way:
-                self.receiver.receive_ahead(order.job.config)
+                all_of_it = isinstance(order.source, messages.Broadcast) and order.source.is_ahead
+                self.receiver.receive_ahead(order.job.config, all_of_it=all_of_it)
 
         self._prepared = self.rank.prepare(
             lambda: self._make_source(order),

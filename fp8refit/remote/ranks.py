@@ -54,6 +54,11 @@ class RemoteRanks(Ranks):
     def is_dirty(self) -> bool:
         return self.client.is_dirty
 
+    @property
+    @override
+    def ahead_s(self) -> float:
+        return self._broadcast.ahead_s if self._offered is None else 0.0
+
     @override
     async def prepare(
         self, make_source: Callable[[], Source], job: Job, *, driver_error: BaseException | None = None

@@ -37,7 +37,7 @@ async def begun(steps: Coroutine[Any, Any, T], *, num_steps: int = 1) -> Awaitab
 
 
 class InThread(Generic[T]):
-    """The result of steps that never suspend. Awaiting it blocks without suspending.
+    """The result of steps that never suspend. Awaiting it blocks without suspending; outside a coroutine, call `result`.
 
     Args:
         steps: Steps of a synchronous engine's driver. They start at once.
@@ -52,6 +52,10 @@ class InThread(Generic[T]):
 
     def __await__(self) -> Generator[None, None, T]:
         yield from ()
+        return self.result()
+
+    def result(self) -> T:
+        """Wait for it. Raises what the steps raised."""
         self._thread.join()
         error, self._error = self._error, None
         if error is not None:

@@ -81,9 +81,10 @@ def adapter(monkeypatch):
     monkeypatch.setattr(fp8refit.driver.adapters, "entry_points", lambda group: [ClientEntryPoint()])
 
 
-@pytest.fixture
-def replicas():
-    opened = Replicas()
+@pytest.fixture(params=["during", "ahead"])
+def replicas(request):
+    opened = Replicas(collective={"stage": request.param})
+    opened.is_ahead = request.param == "ahead"
     yield opened
     opened.broadcaster.close()
 
@@ -187,13 +188,14 @@ def test_an_error_while_writing_leaves_every_replica_dirty(fault, replicas):
     replicas.heals()
 
 
-def test_nan_leaves_every_replica_dirty(replicas):
+def test_nan_leaves_every_replica_dirty_unless_it_is_sent_before_they_are_paused(replicas):
     policy = replicas.make_policy(1)
     policy[Q_PROJ][0, 0] = float("nan")
     with pytest.raises(NonFiniteError) as caught:
         replicas.broadcaster.push(policy)
     assert caught.value.names == (Q_PROJ,)
-    assert replicas.states == [(True, 0)] * 4
+    assert replicas.states == [(not replicas.is_ahead, 0)] * 4
+    assert replicas.blocked == [not replicas.is_ahead] * 2
     replicas.heals()
 
 

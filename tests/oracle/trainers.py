@@ -207,6 +207,7 @@ class _Desk:
                 self._setup.url,
                 transport="collective" if way == "broadcast" else "auto",
                 in_flight=in_flight,
+                collective={"stage": "ahead" if in_flight == "continue" else "during"},
                 bucket_bytes=self._setup.bucket_bytes,
                 timeout_s=self._setup.timeout_s,
             )

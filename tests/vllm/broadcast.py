@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from engines import make_policy
 from subject import NOISE, Subject, booted_as
 from vllm.v1.engine import EngineCoreRequestType
@@ -16,6 +17,7 @@ from tests.wire_bytes import num_bytes_sent, num_bytes_to
 
 FAMILY, KERNEL = "qwen2_wide", "ue8m0"
 TIMEOUT_S = 20.0
+LAST = "model.layers.1.mlp.down_proj.weight"
 
 
 def run_broadcast(work: str) -> dict:
@@ -38,12 +40,26 @@ def run_broadcast(work: str) -> dict:
             "received": [num_bytes_to(sender, rank) for rank in (0, 1)],
         }
         found["steady"] = try_steady(subject, broadcaster, other, policies)
+        found["ahead"] = try_ahead(subject, policies)
         found["kv"] = try_kv_scales(subject, broadcaster, policies[2])
         subject.look("arm", 1, "die")
         start_s = time.monotonic()
         found["killed"] = subject.refused(broadcaster.push, policies[2])
         found["killed"]["seconds"] = time.monotonic() - start_s
         found["killed"]["generate"] = subject.refused(subject.generate)
+        return found
+
+
+def try_ahead(subject: Subject, policies: dict[int, Any]) -> dict[str, Any]:
+    """Policies that are sent before requests are paused, and one with NaN between them."""
+    with Broadcaster([subject.llm], timeout_s=TIMEOUT_S, collective={"stage": "ahead"}) as broadcaster:
+        found: dict[str, Any] = {}
+        for seed, policy in policies.items():
+            report = broadcaster.push(policy)
+            found[seed] = subject.state() | {"phases": list(report.phases_s)}
+            bad = policy[LAST].clone().view(-1).index_fill(0, torch.tensor([0]), float("nan")).view_as(policy[LAST])
+            found[seed]["refused"] = subject.refused(broadcaster.push, policy | {LAST: bad})
+            found[seed]["kept"] = subject.state()
         return found
 
 

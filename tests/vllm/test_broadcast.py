@@ -41,6 +41,15 @@ def test_ranks_that_another_trainer_refitted_are_joined_again_in_time(found):
     assert steady["seconds"] < TIMEOUT_S / 2
 
 
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_what_is_sent_ahead_is_the_same_and_nan_in_it_changes_nothing(seed, found):
+    ahead, ordinary = found["ahead"][seed], found["ordinary"][seed]
+    assert (ahead["live"], ahead["outputs"]) == (ordinary["live"], ordinary["outputs"])
+    assert ahead["phases"][:3] == ["plan", "stage", "pause"]
+    assert ahead["refused"]["error"] == "NonFiniteError" and "Nothing was written" in ahead["refused"]["message"]
+    assert ahead["kept"] == {name: ahead[name] for name in ahead["kept"]}
+
+
 def test_a_rank_receives_little_more_than_half(found):
     assert max(found["num_bytes"]["received"]) < 0.6 * found["num_bytes"]["sent"]
 

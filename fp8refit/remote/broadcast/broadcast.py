@@ -1,17 +1,20 @@
 """The driver's side of a broadcast: one group with the ranks of one or more engines, kept between refits."""
 
+import asyncio
 import contextlib
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from fp8refit.config import Job, RefitConfig
-from fp8refit.errors import InvalidSourceError, RefitError, TransportError
+from fp8refit.errors import InvalidSourceError, RefitError, StagingMemoryError, TransportError
 from fp8refit.fill.ties import untied
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.layout_guard import LayoutGuard
@@ -24,10 +27,13 @@ from fp8refit.remote.protocol import messages
 from fp8refit.remote.protocol.source_summary import SourceSummary, summarize
 from fp8refit.report import RankReport
 from fp8refit.sources.source import MappingSource, RandomAccess, Source
+from fp8refit.transport.collective.buckets import largest_bytes
 from fp8refit.transport.collective.communicator import Backend, Communicator
 from fp8refit.transport.error_capture import ErrorCapture
 
 T = TypeVar("T")
+_LOOK_S = 2.0
+"""How often a trainer looks for lost engines while it sends ahead."""
 
 
 Together: TypeAlias = Callable[[Sequence[Coroutine[Any, Any, Any]]], Awaitable[list[Any]]]
@@ -71,6 +77,8 @@ class Broadcast:
         self._together = together
         self._communicator: Communicator | None = None
         self._config = RefitConfig()
+        self._free_bytes = 0
+        """Least memory that a rank's GPU has for buckets."""
         self._layouts: list[EngineLayout] | None = None
         self._sections = Sections()
         self._plan: _Plan | None = None
@@ -79,26 +87,35 @@ class Broadcast:
         """Digest of the offer that all ranks know."""
         self._prepared: tuple[Source, Job] | None = None
         self._refit = ""
+        self._is_read = False
+        """Whether sending it ahead has begun."""
+        self.ahead_s = 0.0
+        """Seconds in which the last policy was sent ahead; 0 if it was not."""
 
     async def prepare(self, source: Source, job: Job) -> bool:
         """Check a source, connect to the engines, and make all ranks check the offer. Writes nothing.
 
-        A single engine that knows the offer may postpone its check to the write, to save an exchange. Returns whether it
-        does.
+        What is sent ahead is sent now. Otherwise, a single engine that knows the offer may postpone its check to the write, to
+        save an exchange. Returns whether `write` makes it drop its caches.
 
         Raises:
             InvalidSourceError: It does not fit, or its contents are unknown.
-            NonFiniteError: NaN or Inf, with `validate="strict"`.
+            NonFiniteError: NaN or Inf, with `validate="strict"` or in what is sent ahead.
             TransportError: A rank did not join, or cannot be reached.
             StagingMemoryError: There is no room for the buffers.
             RefitError: See `Ranks.prepare`.
+            BaseException: Whatever reading a source raised that is sent ahead.
         """
-        waits = False
+        waits, self.ahead_s, self._is_read = False, 0.0, False
         with ErrorCapture() as failed:
             was_joined = self._communicator is not None
             with ErrorCapture() as stale:
                 waits = await self._prepare(source, job)
-            if was_joined and isinstance(stale.error, TransportError):
+            if isinstance(stale.error, StagingMemoryError) and self._may_send_later():
+                self._plan, self._free_bytes, stale.error = None, 0, None
+                waits = await self._prepare(source, job)
+            was_read = self._is_read and not isinstance(source, MappingSource)
+            if was_joined and isinstance(stale.error, TransportError) and not was_read:
                 # An engine was restarted, or another trainer has refitted it: connect again, once.
                 await self._abandon()
                 self.leave()
@@ -109,6 +126,8 @@ class Broadcast:
         if failed.error is not None:
             self._prepared, self._known_digest = None, ""
             await self._abandon()
+            if self._plan is not None and self._plan.offer.is_ahead:
+                self.leave()  # as ranks do that were receiving
             raise failed.take()
         return waits
 
@@ -130,7 +149,8 @@ class Broadcast:
         source, job = prepared
         with ErrorCapture() as failed:
             return await self._send(source, version)
-        if isinstance(failed.error, TransportError) and any(peer.client.has_refused for peer in self._peers):
+        is_ahead = self._plan is not None and self._plan.offer.is_ahead
+        if isinstance(failed.error, TransportError) and not is_ahead and any(p.client.has_refused for p in self._peers):
             # See `prepare`. The ranks check again when they take it, because caches are dropped in between.
             with ErrorCapture() as failed:
                 await self._prepare(source, job, is_again=True)
@@ -141,10 +161,7 @@ class Broadcast:
     async def _send(self, source: Source, version: int) -> list[Sequence[RankReport]]:
         plan, communicator = self._plan, self._communicator
         assert plan is not None and communicator is not None, "prepared"
-        sender = plan.sender
-        if sender.device.type == "cuda":
-            torch.cuda.synchronize(sender.device)  # what the trainer computes has to be there before it is read
-        sending = Sending(sender, source, communicator, self._refit, plan.guard)
+        sending = self._begin(plan, communicator, None if plan.offer.is_ahead else source)
 
         async def take(peer: BroadcastPeer) -> Sequence[RankReport]:
             with ErrorCapture() as failed:
@@ -163,17 +180,54 @@ class Broadcast:
             raise error
         return reports
 
+    def _begin(self, plan: _Plan, communicator: Communicator, source: Source | None, *, ahead: bool = False) -> Sending:
+        """Begin to send a source; or only to wait for the ranks' confirmation, if it was sent ahead."""
+        sender, step = plan.sender, partial(plan.sender.confirm, communicator)
+        if source is not None:
+            if sender.device.type == "cuda":
+                torch.cuda.synchronize(sender.device)  # what the trainer computes has to be there before it is read
+            step = partial(sender.send, source, communicator, self._refit, layout=plan.guard)
+            if ahead:
+                step = partial(sender.send_ahead, source, communicator, layout=plan.guard)
+        return Sending(step, sender, communicator)
+
+    async def _send_ahead(self, source: Source) -> None:
+        """Send a policy while requests run.
+
+        Raises:
+            BaseException: See `Sender.send_ahead`.
+        """
+        plan, communicator, start_s = self._plan, self._communicator, time.perf_counter()
+        assert plan is not None and communicator is not None, "offered"
+        self._is_read = True
+        sending = self._begin(plan, communicator, source, ahead=True)
+        is_over = partial(sending.is_over, within_s=_LOOK_S)
+        is_asynchronous = any(peer.client.channel.is_asynchronous for peer in self._peers)
+        with ErrorCapture() as failed:
+            while not (await asyncio.to_thread(is_over) if is_asynchronous else is_over()):
+                # A lost engine is noticed here: no order to it is under way.
+                await self._together([peer.client.ask(messages.Do(step="hello")) for peer in self._peers])
+        error = sending.end(failed.error, timeout_s=plan.config.timeout_s)
+        if error is not None:
+            self.leave(why=str(error) or type(error).__name__)
+            if sending.is_under_way:
+                self._plan = None  # together with its buffers, which are still in use
+            raise error
+        self.ahead_s = time.perf_counter() - start_s
+
     async def _prepare(self, source: Source, job: Job, *, is_again: bool = False) -> bool:
         offer = await self._offer(source, job.config)
         self._refit = uuid.uuid4().hex
         # With several engines one might write while another refuses; and a stream cannot be sent twice.
         is_alone = len(self._peers) == 1 and isinstance(source, MappingSource) and job.kv is None
-        may_wait = is_alone and (offer.tensors is None or is_again)
+        may_wait = is_alone and (offer.tensors is None or offer.is_ahead or is_again)
         waits = await self._together(
             [peer.prepare(offer, refit=self._refit, job=job, may_wait=may_wait) for peer in self._peers]
         )
         assert all(waits) or not is_again, "what waited once waits again"
         self._known_digest, self._prepared = offer.digest, (source, job)
+        if offer.is_ahead:
+            await self._send_ahead(source)
         return all(waits)
 
     async def _abandon(self) -> None:
@@ -186,11 +240,21 @@ class Broadcast:
         device = _device_of(source)
         communicator = await self._join(config, device)
         layouts, sends_both = await self._known_layouts(), not isinstance(source, RandomAccess)
-        made_for = said, list(said.metadata), config, device, layouts, sends_both  # a stream is read in its order
+        made_for = (
+            said,
+            list(said.metadata),
+            config,
+            device,
+            layouts,
+            sends_both,
+            communicator,
+        )  # a stream is read in its order
+        is_at_rest = isinstance(source, MappingSource)
         if self._plan is None or self._plan.made_for != made_for:
             self._plan = None  # its buffers make room for those of the next
             wire = choose_wire(said.metadata, layouts, config, self._sections, sends_both=sends_both)
             sender = Sender(wire, config, device, num_sections=self._sections.num_sections)
+            num_bytes = len(sender.buckets) * largest_bytes(sender.buckets)
             offer = messages.Broadcast(
                 token="",
                 digest="",
@@ -198,6 +262,7 @@ class Broadcast:
                 sections=self._sections.of_rank,
                 bucket_bytes=config.bucket_bytes,
                 num_buckets=len(sender.buckets),
+                is_ahead=self._is_ahead(config, num_bytes, is_at_rest=is_at_rest),
                 problems=tuple(said.problems),
                 odd_scales=said.odd_scales,
                 unfit=said.unfit,
@@ -211,6 +276,19 @@ class Broadcast:
             raise InvalidSourceError(problems)
         known = {"tensors": None} if plan.offer.digest == self._known_digest else {}
         return plan.offer.model_copy(update={"token": communicator.meeting.token, **known})
+
+    def _is_ahead(self, config: RefitConfig, num_bytes: int, *, is_at_rest: bool) -> bool:
+        """Whether a policy is sent before the ranks are told to take it; see `CollectiveConfig.stage`."""
+        if config.collective.stage != "auto":
+            return config.collective.stage == "ahead"
+        clients = [peer.client for peer in self._peers]
+        are_fit = all(client.channel.serves_meanwhile and client.num_ranks == 1 for client in clients)
+        return is_at_rest and are_fit and num_bytes <= self._free_bytes
+
+    def _may_send_later(self) -> bool:
+        """Whether a policy was to be sent ahead, and need not be."""
+        plan = self._plan
+        return plan is not None and plan.offer.is_ahead and plan.config.collective.stage == "auto"
 
     def _summarize(self, source: Source, config: RefitConfig) -> tuple[SourceSummary, LayoutGuard | None]:
         """Check a source, or recognize its layout as the last one's. Also returns what recognizes the next one.
@@ -267,7 +345,9 @@ class Broadcast:
         with ThreadPoolExecutor(1) as thread, ErrorCapture() as failed:
             joined = thread.submit(opened.join, device, timeout_s=config.timeout_s)
             with ErrorCapture() as refused:
-                await self._together([peer.client.ask(order) for peer, order in zip(self._peers, orders, strict=True)])
+                asked = [peer.client.ask(order) for peer, order in zip(self._peers, orders, strict=True)]
+                replies = await self._together(asked)
+                self._free_bytes = min(reply.free_bytes for of_engine in replies for reply in of_engine)
             if refused.error is not None:
                 opened.expect_end(str(refused.error))
             with ErrorCapture() as absent:

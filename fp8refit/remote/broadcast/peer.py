@@ -31,8 +31,10 @@ class BroadcastPeer:
         self.host_route = host_route
         self._named = named
         self._num_buckets = 0
-        self._first: tuple[messages.Prepare, ...] = ()
-        """The order to check the offer, if it is sent together with that to take it."""
+        self._first: tuple[messages.Order, ...] = ()
+        """What is sent together with the order to take a policy, so that the engine drops its caches in between: the order to
+        check the offer, or one that changes nothing.
+        """
 
     async def layouts(self) -> list[EngineLayout]:
         """Each rank's layout, in rank order."""
@@ -40,17 +42,25 @@ class BroadcastPeer:
         return [reply.layout for reply in replies if reply.layout is not None]
 
     async def prepare(self, offer: messages.Broadcast, *, refit: str, job: Job, may_wait: bool) -> bool:
-        """Make them check an offer: now or, if `may_wait`, together with `take`.
+        """Make them check an offer: now, or together with `take`.
+
+        Args:
+            offer: The offer. What is sent ahead is checked now.
+            refit: Id of the refit.
+            job: What is done with it.
+            may_wait: Whether something may be sent together with `take`.
 
         Returns:
-            Whether the check was postponed.
+            Whether that is done, so that `take` makes the engine drop its caches.
         """
         client, client.refit = self.client, refit
         self._num_buckets = offer.num_buckets
         order = messages.Prepare(refit=refit, job=job, source=offer, keeps=self.host_route.keeps())
         waits = may_wait and client.takes_pairs()
-        self._first = (order.model_copy(update={"is_under_way": True}),) if waits else ()
-        if not waits:
+        order = order.model_copy(update={"is_under_way": waits or offer.is_ahead})
+        first = messages.Do(step="hello") if offer.is_ahead else order
+        self._first = (first,) if waits else ()
+        if not waits or offer.is_ahead:
             with self._named():
                 await self.host_route.or_abandon(client.ask(order))
         return waits

@@ -5,6 +5,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from fp8refit.config import RefitConfig
@@ -20,9 +21,14 @@ from fp8refit.transport.collective.communicator import Communicator
 from fp8refit.transport.collective.header import Status, read_header
 from fp8refit.transport.collective.links import Transfer
 from fp8refit.transport.error_capture import ErrorCapture
+from fp8refit.transport.memory.cuda_driver import CudaDriver
+from fp8refit.transport.running import InThread
 from fp8refit.transport.vote import ErrorRecord
 
 logger = logging.getLogger(__name__)
+
+MARGIN_BYTES = 4 << 30
+"""GPU memory that stays free if buckets are received ahead without being told to."""
 
 
 class Receiver:
@@ -41,9 +47,17 @@ class Receiver:
         self._source: tuple[tuple[str, int | None], ReceivedSource] | None = None
         self._arriving: deque[Transfer] = deque()
         """Buckets being received, in order."""
+        self._ahead: InThread[None] | None = None
+        """Receives all of them, while requests run."""
+        self._stream: torch.cuda.Stream | None = None
+        """The current stream of that thread."""
 
-    def join(self, order: messages.Join) -> None:
+    def join(self, order: messages.Join) -> int:
         """Join the trainer's group, and leave the previous one.
+
+        Returns:
+            How many bytes of buckets the GPU has room for, so that `MARGIN_BYTES` stay free. 0 without NCCL, and where the
+            engine may take more: in sleep mode, or if memory is allocated in expandable segments.
 
         Raises:
             TransportError: A member did not join in time, or cannot be connected to.
@@ -51,8 +65,21 @@ class Receiver:
         self.leave()
         rank = order.first_rank + self._rank.group.rank
         communicator = Communicator.find(order.meeting, rank, timeout_s=order.timeout_s)
-        communicator.join(self._rank.target.live.device, timeout_s=order.timeout_s)
+        device = self._rank.target.live.device
+        communicator.join(device, timeout_s=order.timeout_s)
         self._communicator = communicator
+        if order.meeting.backend != "nccl" or self._may_sleep():
+            return 0
+        held = sum(buffer.nbytes for buffer in self._buffers)
+        return max(torch.cuda.mem_get_info(device)[0] + held - MARGIN_BYTES, 0)
+
+    def _may_sleep(self) -> bool:
+        """Whether the memory of the weights may be unmapped, so that another process cannot map it."""
+        inventory, driver = self._rank.target.live.inventory, CudaDriver()
+        if inventory is None or not inventory.slots:
+            return True
+        base, _ = driver.allocation_of(inventory.slots[0].weight.data_ptr())
+        return driver.ipc_handle(base) is None
 
     def source(self, offer: messages.Broadcast) -> ReceivedSource:
         """The offered source, with the buffers in which it will arrive.
@@ -77,7 +104,7 @@ class Receiver:
             source = ReceivedSource(
                 offer.tensors,
                 buckets,
-                self._take_buffers(buckets),
+                self._take_buffers(buckets, is_ahead=offer.is_ahead),
                 problems=offer.problems,
                 odd_scales=offer.odd_scales,
                 unfit=offer.unfit,
@@ -87,20 +114,36 @@ class Receiver:
             raise TransportError("this rank no longer knows what the last refit announced; refit again")
         return self._source[1]
 
-    def receive_ahead(self, config: RefitConfig) -> None:
-        """Start receiving the first buckets, one per buffer, before `take`. The trainer is already sending.
+    def receive_ahead(self, config: RefitConfig, *, all_of_it: bool) -> None:
+        """Start receiving buckets before `take`: one per buffer, which the trainer is already sending; or all, in a thread.
 
         Raises:
             TransportError: A member is gone or gave up.
         """
         assert self._source is not None, "receive_ahead() follows source()"
-        self._begin_next(self._require(), self._source[1], config, num_taken=0)
+        communicator, source = self._require(), self._source[1]
+        if all_of_it:
+            device = self._rank.target.live.device
+            if device.type == "cuda":
+                if self._stream is None:  # one of normal priority could be the engine's
+                    self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+                self._stream.wait_stream(
+                    torch.cuda.current_stream(device)
+                )  # a write that failed may still read the buffers
+            self._ahead = InThread(self._receive_all(communicator, source, config))
+        else:
+            self._begin_next(communicator, source, config, num_taken=0)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether everything is being received, or was, before `take`."""
+        return self._ahead is not None
 
     def recall(self) -> None:
         """Discard buckets being received, because `take` will not follow. Leaving the group is the only way to end
         broadcasts.
         """
-        if self._arriving:
+        if self._arriving or self.is_ahead:
             self.leave()
 
     def take(self, order: messages.Take, prepared: Prepared) -> list[RankReport]:
@@ -113,8 +156,12 @@ class Receiver:
         """
         assert self._source is not None, "take() follows source()"
         communicator, source, clock = self._require(), self._source[1], PhaseClock()
+        ahead, self._ahead = self._ahead, None
         with ErrorCapture() as failed:
-            self._receive(communicator, source, order.refit, prepared, clock)
+            if ahead is not None:
+                with clock.phase("wait"):
+                    ahead.result()
+            self._receive(communicator, source, order.refit, prepared, clock, is_here=ahead is not None)
         timeout_s = NUM_VOTES * prepared.config.timeout_s
 
         def confirm(error: BaseException | None) -> None:
@@ -131,19 +178,50 @@ class Receiver:
     def leave(self) -> None:
         """Leave the group, but keep the offer."""
         communicator, self._communicator = self._communicator, None
-        self._arriving.clear()
+        ahead, self._ahead = self._ahead, None
+        if communicator is not None and ahead is not None:
+            communicator.expect_end(
+                "a rank left the group", within_s=0
+            )  # so that the thread ends, and no broadcast begins
+            with ErrorCapture():
+                ahead.result()
         if communicator is not None:
             communicator.abort()
+        self._arriving.clear()
 
     def forget(self) -> None:
         """Leave the group, and free the buffers."""
         self.leave()
         self._source, self._buffers = None, ()
 
+    async def _receive_all(self, communicator: Communicator, source: ReceivedSource, config: RefitConfig) -> None:
+        """Receive every bucket into a buffer of its own, and agree with all members that all have come. Never suspends.
+
+        Raises:
+            RefitError: A member is gone or gave up, or the trainer's source is bad.
+        """
+        # Other engines are prepared before the first one comes.
+        timeout_s = (1 + NUM_VOTES) * config.timeout_s
+        with torch.cuda.stream(self._stream):
+            for ordinal in range(len(source.buckets)):
+                self._begin_next(communicator, source, config, num_taken=ordinal)
+                communicator.wait(self._arriving.popleft(), timeout_s=timeout_s)
+                timeout_s = config.timeout_s
+                if read_header(source.buffer(ordinal), ordinal) is Status.NOTHING:
+                    raise _gave_up()
+        communicator.agree(None, timeout_s=config.timeout_s)
+
     def _receive(
-        self, communicator: Communicator, source: ReceivedSource, refit: str, prepared: Prepared, clock: PhaseClock
+        self,
+        communicator: Communicator,
+        source: ReceivedSource,
+        refit: str,
+        prepared: Prepared,
+        clock: PhaseClock,
+        *,
+        is_here: bool,
     ) -> None:
-        """Receive every bucket; further ones arrive while one is written.
+        """Receive every bucket unless all `is_here`, and write it; further ones arrive while one is written.
 
         Raises:
             RefitError: The first failure, once nothing is pending.
@@ -152,15 +230,16 @@ class Receiver:
         with ErrorCapture() as failed:
             self._rank.target.begin(prepared)
         for ordinal in range(len(source.buckets)):
-            with clock.phase("begin"):
-                self._begin_next(communicator, source, config, num_taken=ordinal)
-            with clock.phase("wait"):
-                communicator.wait(self._arriving.popleft(), timeout_s=timeout_s)
-            if read_header(source.buffer(ordinal), ordinal) is Status.NOTHING:
-                while self._arriving:
+            if not is_here:
+                with clock.phase("begin"):
+                    self._begin_next(communicator, source, config, num_taken=ordinal)
+                with clock.phase("wait"):
                     communicator.wait(self._arriving.popleft(), timeout_s=timeout_s)
-                said = communicator.receive(refit)
-                raise ErrorRecord.model_validate_json(said[0]).error() if said else _gave_up()
+                if read_header(source.buffer(ordinal), ordinal) is Status.NOTHING:
+                    while self._arriving:
+                        communicator.wait(self._arriving.popleft(), timeout_s=timeout_s)
+                    said = communicator.receive(refit)
+                    raise ErrorRecord.model_validate_json(said[0]).error() if said else _gave_up()
             if failed.error is None:
                 with clock.phase("fill"), ErrorCapture() as failed:
                     self._rank.target.push()
@@ -170,7 +249,7 @@ class Receiver:
     def _begin_next(
         self, communicator: Communicator, source: ReceivedSource, config: RefitConfig, *, num_taken: int
     ) -> None:
-        """Start receiving the next buckets, as far as there are free buffers.
+        """Start receiving the next buckets, as far as there are free buffers, but not more than `NUM_BUFFERS`.
 
         Args:
             communicator: The group.
@@ -178,7 +257,8 @@ class Receiver:
             config: Options of the refit.
             num_taken: Number of buckets received, whose writes are queued on the current stream.
         """
-        begun, end = num_taken + len(self._arriving), min(num_taken + len(source.buffers), len(source.buckets))
+        num_buffers = min(len(source.buffers), NUM_BUFFERS)
+        begun, end = num_taken + len(self._arriving), min(num_taken + num_buffers, len(source.buckets))
         for ordinal in range(begun, end):
             shared, *own = source.buckets[ordinal].portions(source.buffer(ordinal))
             section = communicator.section
@@ -199,18 +279,20 @@ class Receiver:
             )
         return communicator
 
-    def _take_buffers(self, buckets: Sequence[BucketLayout]) -> tuple[Tensor, ...]:
-        """Buffers large enough for every bucket, reused if possible.
+    def _take_buffers(self, buckets: Sequence[BucketLayout], *, is_ahead: bool) -> tuple[Tensor, ...]:
+        """Buffers large enough for every bucket, one for each if all arrive ahead; reused if possible.
 
         Raises:
             StagingMemoryError: There is not enough memory.
         """
         num_bytes, device = largest_bytes(buckets), self._rank.target.live.device
-        num_buffers = min(len(buckets), NUM_BUFFERS)
-        kept = self._buffers[:num_buffers]
+        num_buffers = len(buckets) if is_ahead else min(len(buckets), NUM_BUFFERS)
+        self._buffers = kept = self._buffers[:num_buffers]
         if len(kept) < num_buffers or any(buffer.numel() < num_bytes or buffer.device != device for buffer in kept):
             self._buffers, kept = (), ()
-            self._buffers = take_buffers(buckets, device, remedy="lower bucket_bytes or leave the engine less memory")
+            remedy = 'set collective.stage="during"' if is_ahead else "lower bucket_bytes"
+            remedy += ", or leave the engine less memory"
+            self._buffers = take_buffers(buckets, device, remedy=remedy, count=num_buffers)
         return self._buffers
 
 

@@ -8,7 +8,7 @@ trainer's tensors in later refits. Peak extra memory: the buffers, and tensors t
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fp8refit.config import RefitConfig
-from fp8refit.errors import InvalidSourceError, NonFiniteError, RefitError
+from fp8refit.errors import InvalidSourceError, NonFiniteError, RefitError, TransportError
 from fp8refit.fill.tasks import scale_problem
 from fp8refit.kernels import Task, WorkTable, compile_table
 from fp8refit.kernels.work import SourceLayout, source_layout
@@ -107,7 +107,7 @@ class Sender:
     def send(
         self, source: Source, communicator: Communicator, refit: str, *, layout: LayoutGuard | None = None
     ) -> None:
-        """Send everything, and wait until every rank of every engine confirms that it has it.
+        """Send everything, and wait until every rank of every engine confirms that it has it. See `send_ahead`.
 
         Args:
             source: The announced source. A stream is read once to its end, in the announced order.
@@ -117,12 +117,45 @@ class Sender:
                 checked one by one.
 
         Raises:
+            RefitError: A rank failed.
+            BaseException: See `send_ahead`. The ranks have been told.
+        """
+        error = self._send(source, communicator, layout, refit=refit)
+        self.confirm(communicator, error)
+
+    def send_ahead(self, source: Source, communicator: Communicator, *, layout: LayoutGuard | None = None) -> None:
+        """Send everything before the ranks are told to take it, and wait until each has it. `confirm` follows; see `send`.
+
+        Raises:
             InvalidSourceError: The source is not as announced.
             NonFiniteError: NaN or Inf.
             TransportError: A rank is gone or does not answer.
-            RefitError: A rank failed.
-            BaseException: Whatever reading the source raised. The ranks have been told.
+            BaseException: Whatever reading the source raised. The ranks have not been told.
         """
+        error = self._send(source, communicator, layout)
+        if isinstance(error, InvalidSourceError):
+            raise InvalidSourceError(error.problems) from error
+        if error is not None:
+            raise error
+        communicator.agree(None, timeout_s=self._config.timeout_s)
+
+    def confirm(self, communicator: Communicator, error: BaseException | None = None) -> None:
+        """Wait until every rank of every engine confirms that it has everything.
+
+        Args:
+            communicator: The group.
+            error: Why this process failed, if it did.
+
+        Raises:
+            RefitError: A rank failed; or `error`.
+        """
+        self.was_told = True
+        communicator.agree(error, timeout_s=NUM_VOTES * self._config.timeout_s)
+
+    def _send(
+        self, source: Source, communicator: Communicator, layout: LayoutGuard | None, *, refit: str | None = None
+    ) -> BaseException | None:
+        """Send everything, or tell the ranks of this refit, which wait for it, that nothing more comes. Returns the error."""
         self.was_told = False
         timeout_s = self._config.timeout_s
         reader, clock = Reader(source, self._wire, self.device), PhaseClock()
@@ -138,7 +171,10 @@ class Sender:
             with clock.phase("pack"), ErrorCapture() as failed:
                 packed += self._pack(ordinal, portions, reader, known)
             error, failed.error = failed.error, None
+            if error is not None and refit is None:
+                return error
             if error is not None:
+                assert refit is not None
                 communicator.send(refit, ErrorRecord.of(error).model_dump_json())
             status = Status.WEIGHTS if error is None else Status.NOTHING
             with clock.phase("begin"):
@@ -153,12 +189,11 @@ class Sender:
         if error is None:
             with ErrorCapture() as unfit:
                 reader.finish()
-                _refuse({name for table in packed for name in table.bad_names()})
+                _refuse({name for table in packed for name in table.bad_names()}, written=refit is not None)
             error, unfit.error = unfit.error, None
         if error is None and known is None:
             self._remember(source, layout)
-        self.was_told = True
-        communicator.agree(error, timeout_s=NUM_VOTES * timeout_s)
+        return error
 
     def _known(self, source: Source, layout: LayoutGuard | None) -> dict[str, Tensor] | None:
         """The tensors of a source that is known to have the layout of the last one; otherwise None."""
@@ -285,7 +320,7 @@ def _copy_op(tensor: WireTensor) -> Op:
     return Op.COPY_CODES if tensor.dtype == dtype_name(FP8_DTYPE) else Op.COPY
 
 
-def _refuse(bad: set[str]) -> None:
+def _refuse(bad: set[str], *, written: bool) -> None:
     """Raise an error if anything was flagged.
 
     Raises:
@@ -293,23 +328,36 @@ def _refuse(bad: set[str]) -> None:
         InvalidSourceError: Only scales were flagged.
     """
     if bad and all(name.endswith(SCALE_SUFFIX) for name in bad):
-        raise InvalidSourceError([scale_problem(name, ScaleFormat.FP32) for name in sorted(bad)], written=True)
+        raise InvalidSourceError([scale_problem(name, ScaleFormat.FP32) for name in sorted(bad)], written=written)
     if bad:
-        raise NonFiniteError(sorted(bad), written=True)
+        raise NonFiniteError(sorted(bad), written=written)
 
 
 class Sending:
-    """A send in a separate thread, while the engines' ranks are told to take the policy."""
+    """A step of a send in a separate thread, while the engines' ranks are told to take the policy, or compute requests.
 
-    def __init__(
-        self, sender: Sender, source: Source, communicator: Communicator, refit: str, layout: LayoutGuard | None
-    ) -> None:
+    Args:
+        step: The step.
+        sender: Whose it is.
+        communicator: The group.
+    """
+
+    def __init__(self, step: Callable[[], None], sender: Sender, communicator: Communicator) -> None:
         self._communicator = communicator
         self._caught = ErrorCapture()
-        self._thread = threading.Thread(
-            target=self._run, args=(sender, source, refit, layout), name="fp8refit-sender", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(step, sender), name="fp8refit-sender", daemon=True)
         self._thread.start()
+
+    def is_over(self, *, within_s: float) -> bool:
+        """Wait for the thread for some time. Returns whether it has ended.
+
+        Raises:
+            TransportError: A member has left the group.
+        """
+        self._thread.join(within_s)
+        if self.is_under_way and (said := self._communicator.first_word()):
+            raise TransportError(said)
+        return not self.is_under_way
 
     @property
     def is_under_way(self) -> bool:
@@ -333,8 +381,8 @@ class Sending:
         # An error of the trainer itself is the cause. Errors it got from the ranks are better told by the ranks.
         return own if own is not None and (error is None or not isinstance(own, RefitError)) else error
 
-    def _run(self, sender: Sender, source: Source, refit: str, layout: LayoutGuard | None) -> None:
+    def _run(self, step: Callable[[], None], sender: Sender) -> None:
         with self._caught, torch.cuda.device(sender.device if sender.device.type == "cuda" else -1):
-            sender.send(source, self._communicator, refit, layout=layout)
+            step()
         if self._caught.error is not None and not sender.was_told:
             self._communicator.abort(str(self._caught.error))

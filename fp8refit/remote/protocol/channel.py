@@ -49,6 +49,11 @@ class Channel(Protocol):
     """How many messages `send` takes: two if it can drop the engine's caches in between."""
 
     @property
+    def serves_meanwhile(self) -> bool:
+        """Whether the engine may compute requests between two messages."""
+        return self.is_asynchronous
+
+    @property
     def num_ahead(self) -> int:
         """How many messages `send` can send without waiting for answers."""
         return 0

@@ -105,6 +105,8 @@ class Broadcast(Message):
     """The section of each rank of the group except the trainer; empty if all get the same."""
     bucket_bytes: int = 0
     num_buckets: int = 0
+    is_ahead: bool = False
+    """Whether it is sent before `Take`, to a buffer for each bucket."""
     problems: tuple[str, ...] = ()
     odd_scales: tuple[str, ...] = ()
     unfit: dict[str, str] = {}
@@ -145,7 +147,7 @@ class Prepare(Message):
     """What stays mapped for later refits: tensors in place, and buckets of streams. The rank unmaps the rest: before it
     reads the source, or if that is mapped, after the write. A GPU cannot reclaim memory that is mapped."""
     is_under_way: bool = False
-    """Whether the broadcast has begun and `Take` follows: the first buckets may be received now."""
+    """Whether the broadcast begins and `Take` follows: the first buckets, or all that are sent ahead, are received now."""
 
     @property
     def is_known(self) -> bool:
@@ -250,6 +252,8 @@ class Reply(Message):
     layout: EngineLayout | None = None
     fingerprint: str = ""
     kv: KvReport | None = None
+    free_bytes: int = 0
+    """Memory for buckets on the rank's GPU, once it has joined a broadcast group; 0 on a CPU."""
 
     def is_to(self, request: Request) -> bool:
         """Whether this is the reply to `request`. The reply to an unreadable request has no id."""

@@ -86,6 +86,12 @@ class ServerDriver(ControlPlane, Channel):
 
     @property
     @override
+    def serves_meanwhile(self) -> bool:
+        """Whether others send it requests."""
+        return self.server.is_shared
+
+    @property
+    @override
     def num_ahead(self) -> int:
         return 2 if self.server.is_shared else 0
 

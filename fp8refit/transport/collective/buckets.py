@@ -283,13 +283,15 @@ def lay_out(tensors: Sequence[WireTensor], bucket_bytes: int, num_sections: int 
     return tuple(buckets)
 
 
-def take_buffers(buckets: Sequence[BucketLayout], device: torch.device, *, remedy: str) -> tuple[Tensor, ...]:
-    """Allocate `NUM_BUFFERS` buffers, or one per bucket if there are fewer, each large enough for every bucket.
+def take_buffers(
+    buckets: Sequence[BucketLayout], device: torch.device, *, remedy: str, count: int = NUM_BUFFERS
+) -> tuple[Tensor, ...]:
+    """Allocate `count` buffers, or one per bucket if there are fewer, each large enough for every bucket.
 
     Raises:
         StagingMemoryError: There is not enough memory. The message gives the remedy.
     """
-    num_bytes, count = largest_bytes(buckets), min(len(buckets), NUM_BUFFERS)
+    num_bytes, count = largest_bytes(buckets), min(len(buckets), count)
     try:
         return tuple(torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(count))
     except torch.OutOfMemoryError as error:

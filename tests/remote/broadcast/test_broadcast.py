@@ -2,7 +2,10 @@
 
 import time
 from dataclasses import replace
+from functools import partial
 from math import prod
+from threading import Event
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from fp8refit import (
     RankFailedError,
     RefitError,
     Refitter,
+    StagingMemoryError,
     TransportError,
 )
 from fp8refit.live.formats import ScaleFormat
@@ -71,13 +75,16 @@ def small_buckets(monkeypatch):
         )
 
 
-@pytest.fixture
-def open_remote():
-    """Engines that are closed with the test."""
+@pytest.fixture(params=["during", "ahead"])
+def open_remote(request):
+    """Engines that are closed with the test. A policy is sent while they are paused, or before."""
     opened = []
 
-    def open_remote(layout="tensor", **options):
-        opened.append(Remote(Cluster(layout), transport="collective", **{"timeout_s": TIMEOUT_S, **options}))
+    def open_remote(layout="tensor", *, collective=None, **options):
+        collective = {"stage": request.param, **(collective or {})}
+        options = {"timeout_s": TIMEOUT_S, "collective": collective, **options}
+        opened.append(Remote(Cluster(layout), transport="collective", **options))
+        opened[-1].is_ahead = request.param == "ahead"
         return opened[-1]
 
     yield open_remote
@@ -96,6 +103,13 @@ def heals(remote, seed=9):
     report = remote.refitter.refit(policy)
     remote.cluster.assert_holds(policy, version=report.version)
     assert remote.client.blocked is None
+
+
+def assert_is_torn(remote, error=None):
+    """Check that a bad source has left an engine dirty; or serving, if it was sent before the engine was paused."""
+    assert [is_dirty for is_dirty, _ in remote.cluster.states] == [not remote.is_ahead] * 2
+    assert (remote.client.blocked is None) == remote.is_ahead
+    assert error is None or error.written == (not remote.is_ahead)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -367,8 +381,8 @@ def test_nan_in_several_buckets_is_named_everywhere(open_remote, small_buckets):
     with pytest.raises(NonFiniteError) as caught:
         remote.refitter.refit(policy)
     assert set(caught.value.names) == {Q_PROJ, NORM}
-    assert [is_dirty for is_dirty, _ in remote.cluster.states] == [True] * 2
-    assert "NaN or Inf" in remote.client.blocked
+    assert_is_torn(remote, caught.value)
+    assert remote.is_ahead or "NaN or Inf" in remote.client.blocked
     heals(remote)
 
 
@@ -398,7 +412,7 @@ def test_a_source_that_raises_ends_the_refit_everywhere(layout, at, open_remote,
         remote.refitter.refit(iter(read()) if at else read_nothing(read), manifest=manifest_of(policy) if at else None)
     assert time.monotonic() - start_s < TIMEOUT_S / 2
     if at:
-        assert [is_dirty for is_dirty, _ in remote.cluster.states] == [True] * 2
+        assert_is_torn(remote)
     heals(remote)
 
 
@@ -416,9 +430,10 @@ def test_a_stream_that_is_not_what_was_announced_ends_everywhere(change, open_re
         "fewer": list(policy.items())[:-1],
         "more": [*policy.items(), ("more", policy[NORM])],
     }[change]
-    with pytest.raises(InvalidSourceError, match="holds part"):
+    with pytest.raises(InvalidSourceError) as caught:
         remote.refitter.refit(iter(items), manifest=manifest_of(policy))
-    assert [is_dirty for is_dirty, _ in remote.cluster.states] == [True] * 2
+    assert ("holds part" in str(caught.value)) == (not remote.is_ahead)
+    assert_is_torn(remote, caught.value)
     heals(remote)
 
 
@@ -560,3 +575,202 @@ def test_a_mapped_refit_after_a_broadcast_gives_its_buffers_back(open_remote):
     ordinary.refit(policy)
     remote.cluster.assert_holds(policy, version=2)
     heals(remote)
+
+
+def test_a_policy_is_there_before_requests_are_paused(open_remote):
+    remote, had_all = open_remote(), []
+    original = remote.refitter._engine.pause
+
+    async def pause(config):
+        receivers = [server.orders.receiver for server in remote.servers]
+        had_all.extend(receiver.is_ahead and not receiver._arriving for receiver in receivers)
+        return await original(config)
+
+    remote.refitter._engine.pause = pause
+    for version in (1, 2):
+        policy = remote.cluster.make_policy(version)
+        report = remote.refitter.refit(policy)
+        remote.cluster.assert_holds(policy, version=version)
+        assert ("stage" in report.phases_s) == remote.is_ahead
+    assert had_all == [remote.is_ahead] * 4
+
+
+@pytest.mark.parametrize("open_remote", ["ahead"], indirect=True)
+def test_what_ranks_are_asked_for_while_a_policy_comes_ends_nothing(open_remote):
+    remote = open_remote()
+    remote.refitter.refit(remote.cluster.make_policy(1))
+    original = remote.refitter._engine.pause
+
+    async def pause(config):
+        for server in remote.servers:
+            server.handle(messages.Request(id="other", order=messages.Do(step="fingerprint")).encode())
+        return await original(config)
+
+    remote.refitter._engine.pause = pause
+    heals(remote)
+
+
+@pytest.mark.parametrize("open_remote", ["ahead"], indirect=True)
+def test_a_trainer_that_falls_silent_when_all_has_come_leaves_the_engine_to_the_next(open_remote, monkeypatch):
+    remote = open_remote()
+    remote.refitter.refit(remote.cluster.make_policy(1))
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        engine = remote.refitter._engine
+        for what, name in ((engine, "pause"), (engine.ranks, "write"), (engine.ranks, "abandon")):
+            patched.setattr(what, name, Mock(side_effect=KeyboardInterrupt))
+        remote.refitter.refit(remote.cluster.make_policy(2))
+    assert [server.orders.receiver.is_ahead for server in remote.servers] == [True] * 2
+    remote.cluster.assert_holds(remote.cluster.make_policy(1), version=1)
+    other = Refitter(remote.client, transport="collective", timeout_s=TIMEOUT_S)
+    other.refit(remote.cluster.make_policy(3))
+    remote.cluster.assert_holds(remote.cluster.make_policy(3), version=2)
+    other.close()
+
+
+@pytest.mark.parametrize("open_remote", ["ahead"], indirect=True)
+@pytest.mark.parametrize("as_stream", [False, True])
+def test_a_rank_that_is_lost_while_a_policy_comes_ends_the_push_and_its_stream_is_not_read_again(
+    as_stream, open_remote, small_buckets, monkeypatch
+):
+    remote = open_remote()
+    policy = remote.cluster.make_policy(2)
+    remote.refitter.refit(remote.cluster.make_policy(1))
+    reads = []
+
+    def read():
+        for item in policy.items():
+            reads.append(item[0])
+            yield item
+
+    fail_once(remote.servers[1].orders.receiver, "_begin_next", TransportError("a wire broke"))
+    if as_stream:
+        with pytest.raises(TransportError):
+            remote.refitter.refit(iter(read()), manifest=manifest_of(policy))
+        assert len(reads) == len(set(reads))
+        assert remote.cluster.states == [(False, 1)] * 2
+    else:
+        remote.refitter.refit(policy)  # is sent again
+        remote.cluster.assert_holds(policy, version=2)
+    heals(remote)
+
+
+@pytest.mark.parametrize("open_remote", ["ahead"], indirect=True)
+def test_a_source_that_hangs_ends_when_ranks_have_waited(open_remote, small_buckets):
+    remote = open_remote(timeout_s=1.0)
+    policy, may_end = remote.cluster.make_policy(1), Event()
+
+    def read():
+        yield next(iter(policy.items()))
+        may_end.wait(60)
+
+    start_s = time.monotonic()
+    with pytest.raises(RefitError):
+        remote.refitter.refit(iter(read()), manifest=manifest_of(policy))
+    assert time.monotonic() - start_s < 20
+    may_end.set()
+    assert remote.cluster.states == [(False, 0)] * 2
+    heals(remote)
+
+
+@pytest.mark.parametrize("open_remote", ["ahead"], indirect=True)
+def test_an_engine_that_is_lost_while_a_policy_is_sent_is_noticed(open_remote, monkeypatch):
+    monkeypatch.setattr(broadcast_module, "_LOOK_S", 0.1)
+    remote = open_remote()
+    policy, may_end = remote.cluster.make_policy(1), Event()
+
+    def read():
+        yield next(iter(policy.items()))
+        may_end.wait(60)
+
+    def die(request):
+        if request.order.step == "hello" and "prepare" in remote.channel.steps:
+            may_end.set()
+            raise EngineLostError("the engine is gone")
+
+    remote.channel.on_request = die
+    start_s = time.monotonic()
+    with pytest.raises(EngineLostError, match="the engine is gone"):
+        remote.refitter.refit(iter(read()), manifest=manifest_of(policy))
+    assert time.monotonic() - start_s < TIMEOUT_S / 2
+
+
+@pytest.mark.parametrize("open_remote", ["auto"], indirect=True)
+def test_an_engine_without_memory_for_all_of_it_is_sent_buckets_by_itself(open_remote, monkeypatch):
+    original, take_buffers = receiver_module.Receiver.join, receiver_module.take_buffers
+
+    def join(receiver, order):
+        original(receiver, order)
+        return 1 << 30
+
+    def take(buckets, device, *, count, remedy):
+        if "during" in remedy:
+            raise StagingMemoryError("no room")
+        return take_buffers(buckets, device, count=count, remedy=remedy)
+
+    monkeypatch.setattr(receiver_module.Receiver, "join", join)
+    monkeypatch.setattr(receiver_module, "take_buffers", take)
+    monkeypatch.setattr(ThreadChannel, "serves_meanwhile", True)
+    remote = open_remote("alone")
+    for seed in (1, 2):
+        heals(remote, seed)
+    offers = [r.order.source.is_ahead for r in remote.channel.requests if isinstance(r.order, messages.Prepare)]
+    assert offers == [True, False, False]
+
+
+@pytest.mark.parametrize("open_remote", ["ahead"], indirect=True)
+def test_an_engine_without_memory_for_all_of_it_names_the_remedy(open_remote, monkeypatch):
+    remote = open_remote()
+    with monkeypatch.context() as patched, pytest.raises(StagingMemoryError, match=r'stage="during"'):
+        patched.setattr(receiver_module, "take_buffers", partial(refuse_buffers, receiver_module.take_buffers))
+        remote.refitter.refit(remote.cluster.make_policy(1))
+    assert remote.cluster.states == [(False, 0)] * 2
+    heals(remote)
+
+
+def refuse_buffers(take_buffers, buckets, device, **options):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch, "empty", Mock(side_effect=torch.OutOfMemoryError))
+        return take_buffers(buckets, device, **options)
+
+
+def test_memory_for_all_of_it_is_given_back_to_a_trainer_that_needs_two_buckets(
+    open_remote, small_buckets, monkeypatch
+):
+    monkeypatch.setattr(receiver_module, "NUM_BUFFERS", 2)
+    remote = open_remote()
+    remote.refitter.refit(remote.cluster.make_policy(1))
+    receivers = [server.orders.receiver for server in remote.servers]
+    num_buckets = first_offer(remote).num_buckets
+    assert num_buckets > 2
+    assert [len(receiver._buffers) for receiver in receivers] == [num_buckets if remote.is_ahead else 2] * 2
+    other = Refitter(remote.client, transport="collective", timeout_s=TIMEOUT_S, collective={"stage": "during"})
+    other.refit(remote.cluster.make_policy(2))
+    assert [len(receiver._buffers) for receiver in receivers] == [2] * 2
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("layout", "free_bytes", "serves", "is_ahead"),
+    [
+        ("alone", 1 << 30, True, True),
+        ("alone", 1 << 10, True, False),
+        ("alone", 1 << 30, False, False),
+        ("tensor", 1 << 30, True, False),
+    ],
+    ids=["all", "memory", "idle", "ranks"],
+)
+@pytest.mark.parametrize("open_remote", ["auto"], indirect=True)
+def test_a_policy_is_sent_ahead_by_itself_where_that_helps(
+    layout, free_bytes, serves, is_ahead, open_remote, monkeypatch
+):
+    original = receiver_module.Receiver.join
+
+    def join(receiver, order):
+        assert original(receiver, order) == 0, "on a CPU"
+        return free_bytes
+
+    monkeypatch.setattr(receiver_module.Receiver, "join", join)
+    monkeypatch.setattr(ThreadChannel, "serves_meanwhile", serves)
+    remote = open_remote(layout)
+    heals(remote)
+    assert first_offer(remote).is_ahead == is_ahead
