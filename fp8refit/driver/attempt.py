@@ -20,6 +20,7 @@ from fp8refit.errors import (
 from fp8refit.fill.plan import is_any_of
 from fp8refit.live.turn import IN_USE
 from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues, order_of
+from fp8refit.remote.broadcast.broadcast import SendsAhead
 from fp8refit.report import KvReport, PhaseClock, RefitReport, VerifyReport, longest_phases
 from fp8refit.sources.renamed import Names, renamed, without_scales
 from fp8refit.sources.source import Manifest, Source, StateDict, as_source
@@ -74,7 +75,7 @@ class Attempt:
             drops_caches = await ranks.prepare(
                 lambda: _source_of(state_dict, config, names, manifest), job, driver_error=unready.error
             )
-        if ranks.ahead_s:
+        if isinstance(ranks, SendsAhead) and ranks.ahead_s:
             clock.move("plan", stage=ranks.ahead_s)
         self.version, num_interrupted = ranks.version, 0
         with ErrorCapture() as busy:

@@ -152,8 +152,8 @@ class EngineGroupRanks(Ranks):
         return any(member.is_dirty for member in self._members)
 
     @property
-    @override
     def ahead_s(self) -> float:
+        """See `SendsAhead`."""
         return self._broadcast.ahead_s
 
     @override

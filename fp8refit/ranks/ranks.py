@@ -26,11 +26,6 @@ class Ranks(Protocol):
         """Whether a write began and was not committed."""
         ...
 
-    @property
-    def ahead_s(self) -> float:
-        """Seconds in which the last `prepare` sent the policy; 0 if `write` sends it."""
-        return 0.0
-
     async def prepare(
         self, make_source: Callable[[], Source], job: Job, *, driver_error: BaseException | None = None
     ) -> bool:

@@ -55,8 +55,8 @@ class RemoteRanks(Ranks):
         return self.client.is_dirty
 
     @property
-    @override
     def ahead_s(self) -> float:
+        """See `SendsAhead`."""
         return self._broadcast.ahead_s if self._offered is None else 0.0
 
     @override

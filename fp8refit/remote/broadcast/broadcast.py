@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -43,6 +43,16 @@ Together: TypeAlias = Callable[[Sequence[Coroutine[Any, Any, Any]]], Awaitable[l
 async def alone(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """`Together` for one engine."""
     return [await call for call in calls]
+
+
+@runtime_checkable
+class SendsAhead(Protocol):
+    """Ranks to which a policy may be sent before they are told to write it."""
+
+    @property
+    def ahead_s(self) -> float:
+        """Seconds in which the last `prepare` sent the policy; 0 if `write` sends it."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
