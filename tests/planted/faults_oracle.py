@@ -63,9 +63,9 @@ FAULTS = [
     ),
     Fault(
         name="a refit counts as done although its driver died part way",
-        at="fp8refit/remote/servers/order_handler.py::OrderHandler._whole_version",
-        before="reply.is_dirty or reply.error",
-        after="reply.error",
+        at="fp8refit/remote/protocol/messages.py::common_version",
+        before="outcome.is_dirty or outcome.error",
+        after="outcome.error",
         found_by=VLLM,
     ),
     Fault(

@@ -219,9 +219,9 @@ FAULTS = [
     ),
     Fault(
         name="mixture is served after a driver died",
-        at="fp8refit/remote/servers/order_handler.py::OrderHandler._whole_version",
-        before="len(versions) == 1 and not any(reply.is_dirty or reply.error for reply in replies)",
-        after="not any(reply.error for reply in replies)",
+        at="fp8refit/remote/protocol/messages.py::common_version",
+        before="len(versions) == 1 and not any(outcome.is_dirty or outcome.error for outcome in outcomes)",
+        after="not any(outcome.error for outcome in outcomes)",
         found_by=STATES,
     ),
     Fault(

@@ -89,6 +89,8 @@ class Broadcast:
         self._config = RefitConfig()
         self._free_bytes = 0
         """Least memory that a rank's GPU has for buckets."""
+        self._is_short = False
+        """Whether a rank has had no room for what was to be sent ahead by itself."""
         self._layouts: list[EngineLayout] | None = None
         self._sections = Sections()
         self._plan: _Plan | None = None
@@ -121,10 +123,13 @@ class Broadcast:
             was_joined = self._communicator is not None
             with ErrorCapture() as stale:
                 waits = await self._prepare(source, job)
-            if isinstance(stale.error, StagingMemoryError) and self._may_send_later():
-                self._plan, self._free_bytes, stale.error = None, 0, None
-                waits = await self._prepare(source, job)
             was_read = self._is_read and not isinstance(source, MappingSource)
+            if isinstance(stale.error, StagingMemoryError) and self._may_send_later():
+                self._is_short = True
+                await self._abandon()
+                self.leave()
+                with ErrorCapture() as stale:
+                    waits = await self._prepare(source, job)
             if was_joined and isinstance(stale.error, TransportError) and not was_read:
                 # An engine was restarted, or another trainer has refitted it: connect again, once.
                 await self._abandon()
@@ -217,7 +222,8 @@ class Broadcast:
             while not (await asyncio.to_thread(is_over) if is_asynchronous else is_over()):
                 # A lost engine is noticed here: no order to it is under way.
                 await self._together([peer.client.ask(messages.Do(step="hello")) for peer in self._peers])
-        error = sending.end(failed.error, timeout_s=plan.config.timeout_s)
+        end = partial(sending.end, failed.error, timeout_s=plan.config.timeout_s)
+        error = await asyncio.shield(asyncio.to_thread(end)) if is_asynchronous else end()
         if error is not None:
             self.leave(why=str(error) or type(error).__name__)
             if sending.is_under_way:
@@ -250,16 +256,9 @@ class Broadcast:
         device = _device_of(source)
         communicator = await self._join(config, device)
         layouts, sends_both = await self._known_layouts(), not isinstance(source, RandomAccess)
-        made_for = (
-            said,
-            list(said.metadata),
-            config,
-            device,
-            layouts,
-            sends_both,
-            communicator,
-        )  # a stream is read in its order
-        is_at_rest = isinstance(source, MappingSource)
+        token, is_at_rest = communicator.meeting.token, isinstance(source, MappingSource)
+        in_order = list(said.metadata)  # in which a stream is read
+        made_for = said, in_order, config, device, layouts, sends_both, token, is_at_rest
         if self._plan is None or self._plan.made_for != made_for:
             self._plan = None  # its buffers make room for those of the next
             wire = choose_wire(said.metadata, layouts, config, self._sections, sends_both=sends_both)
@@ -293,7 +292,7 @@ class Broadcast:
             return config.collective.stage == "ahead"
         clients = [peer.client for peer in self._peers]
         are_fit = all(client.channel.serves_meanwhile and client.num_ranks == 1 for client in clients)
-        return is_at_rest and are_fit and num_bytes <= self._free_bytes
+        return is_at_rest and are_fit and not self._is_short and num_bytes <= self._free_bytes
 
     def _may_send_later(self) -> bool:
         """Whether a policy was to be sent ahead, and need not be."""
@@ -328,7 +327,7 @@ class Broadcast:
     def close(self) -> None:
         """Release everything."""
         self.leave()
-        self._plan = None
+        self._plan = self._prepared = None
 
     async def _join(self, config: RefitConfig, device: torch.device) -> Communicator:
         communicator = self._communicator

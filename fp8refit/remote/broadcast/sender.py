@@ -379,7 +379,8 @@ class Sending:
         own = self._caught.error
         self._caught.error = None
         # An error of the trainer itself is the cause. Errors it got from the ranks are better told by the ranks.
-        return own if own is not None and (error is None or not isinstance(own, RefitError)) else error
+        is_cause = not isinstance(own, RefitError) or isinstance(own, InvalidSourceError | NonFiniteError)
+        return own if own is not None and (error is None or is_cause) else error
 
     def _run(self, step: Callable[[], None], sender: Sender) -> None:
         with self._caught, torch.cuda.device(sender.device if sender.device.type == "cuda" else -1):

@@ -13,6 +13,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
+from pydantic import ValidationError
+
 from fp8refit.errors import EngineBusyError, RankFailedError, RefitError, TensorsForgottenError
 from fp8refit.remote.protocol import messages
 from fp8refit.remote.protocol.channel import Answers, Channel
@@ -171,8 +173,11 @@ class OrderHandler:
         """
         try:
             version = messages.common_version(answers.said, if_written_by=message)
-            if version is None or version < self._least:
-                return False
+        except ValidationError:  # the driver reads it, too, and says so
+            return False
+        if version is None or version < self._least:
+            return False
+        try:
             await self._resume(version, is_held=True)
         except Exception:
             logger.warning("the engine did not resume with the write", exc_info=True)

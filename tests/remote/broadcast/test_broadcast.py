@@ -679,8 +679,10 @@ def test_an_engine_that_is_lost_while_a_policy_is_sent_is_noticed(open_remote, m
     policy, may_end = remote.cluster.make_policy(1), Event()
 
     def read():
-        yield next(iter(policy.items()))
+        items = iter(policy.items())
+        yield next(items)
         may_end.wait(60)
+        yield from items
 
     def die(request):
         if request.order.step == "hello" and "prepare" in remote.channel.steps:
