@@ -1,25 +1,41 @@
 """Refits several engines with one broadcast: all serve the new policy, or none does."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Never, Unpack
+from typing import TYPE_CHECKING, Literal, Never, Unpack
 
 import torch.distributed
 from torch import Tensor
 from typing_extensions import override
 
 from fp8refit.config import Options, RefitConfig, choose_config, refuse_others
+from fp8refit.driver.attach import AttachedEngine
+from fp8refit.driver.attempt import Attempt, take_turn
 from fp8refit.driver.closing import Closing
 from fp8refit.driver.engine_group import EngineGroup
 from fp8refit.driver.refitter import Refitter
-from fp8refit.errors import InvalidSourceError
+from fp8refit.errors import (
+    EngineLostError,
+    InvalidOptionError,
+    InvalidSourceError,
+    RefitError,
+    TransportError,
+    UnsupportedEngineError,
+)
 from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues
+from fp8refit.ranks.ranks import Ranks
 from fp8refit.report import RefitReport
 from fp8refit.sources.sharded.gather import Gathered
 from fp8refit.sources.source import Manifest, StateDict
+from fp8refit.transport.error_capture import ErrorCapture
+from fp8refit.transport.running import run
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+logger = logging.getLogger(__name__)
 
 _PATIENCE = 4
 """Other ranks of the trainer wait this many times `timeout_s` for the rank that prepares and pauses the engines."""
@@ -39,6 +55,8 @@ class Broadcaster(Closing):
         group: The trainer's ranks, if there are several: each of them makes a `Broadcaster` and calls `push`. The group
             must support CPU tensors (gloo in addition to NCCL).
         on_refit: See `Refitter`. Called on the trainer's rank 0.
+        on_lost: What becomes of an engine that no longer answers. `"raise"`: an `EngineLostError`. `"drop"`: the others are
+            pushed to without it, in the same call if the policy can be read again.
         **options: See `Refitter`.
 
     Raises:
@@ -56,15 +74,47 @@ class Broadcaster(Closing):
         config: RefitConfig | None = None,
         group: "ProcessGroup | None" = None,
         on_refit: Callable[[RefitReport], object] = lambda _: None,
+        on_lost: Literal["raise", "drop"] = "raise",
         **options: Unpack[Options],
     ) -> None:
+        if on_lost not in ("raise", "drop"):
+            raise InvalidOptionError(f'on_lost={on_lost!r}: choose "raise" or "drop"')
         if isinstance(engines, str) or not isinstance(engines, Iterable):
             raise TypeError(f"engines is of type {type(engines).__name__}; pass a list of engines")
         self._config = choose_config(config, options).model_copy(update={"transport": "collective"})
-        self._group = group
+        self._group, self._on_refit, self._on_lost = group, on_refit, on_lost
         self._refitter: Refitter | None = None
+        self._fleet: EngineGroup | None = None
+        self._engines: tuple[object, ...] = ()
+        """As they were passed, in the order of the fleet."""
         if group is None or torch.distributed.get_rank(group) == 0:
-            self._refitter = Refitter(EngineGroup(tuple(engines)), self._config, on_refit=on_refit)
+            self._engines = tuple(engines)
+            self._fleet = EngineGroup(self._engines)
+            self._refitter = self._refitter_of(self._fleet)
+
+    def _refitter_of(self, fleet: EngineGroup) -> Refitter:
+        return Refitter(fleet, self._config, on_refit=self._on_refit)
+
+    async def _form(self, engines: Sequence[object], attached: Sequence[AttachedEngine]) -> None:
+        """Push to these engines from now on, and to nothing else.
+
+        Raises:
+            EngineBusyError: A push is under way.
+        """
+        old, fleet = self._fleet, EngineGroup(attached)
+
+        async def leave(_: object) -> None:
+            assert old is not None, "it exists"
+            old.ranks.leave()
+            self._engines, self._fleet, self._refitter = tuple(engines), fleet, self._refitter_of(fleet)
+
+        assert old is not None, "this rank drives engines"
+        await take_turn(old._fp8refit_engine, leave)
+
+    @property
+    def engines(self) -> tuple[object, ...]:
+        """The engines that are pushed to, as they were passed; empty on ranks that do not drive them."""
+        return self._engines
 
     @property
     def version(self) -> int:
@@ -106,9 +156,13 @@ class Broadcaster(Closing):
         """
         refuse_others(self.push, _others)
         with self._opened(state_dict) as weights:
-            if self._refitter is None:
-                return None
-            return self._refitter.refit(weights, manifest=manifest, calibration=calibration, kv_scales=kv_scales)
+            while self._refitter is not None:
+                with ErrorCapture() as failed:
+                    return self._refitter.refit(
+                        weights, manifest=manifest, calibration=calibration, kv_scales=kv_scales
+                    )
+                run(self._drop_or_raise(failed, weights))
+        return None
 
     async def push_async(
         self,
@@ -122,11 +176,155 @@ class Broadcaster(Closing):
         """`push` for asynchronous engines, awaited in the event loop that drives them."""
         refuse_others(self.push_async, _others)
         with self._opened(state_dict) as weights:
-            if self._refitter is None:
+            while self._refitter is not None:
+                with ErrorCapture() as failed:
+                    return await self._refitter.refit_async(
+                        weights, manifest=manifest, calibration=calibration, kv_scales=kv_scales
+                    )
+                await self._drop_or_raise(failed, weights)
+        return None
+
+    def add(
+        self,
+        engine: object,
+        state_dict: "StateDict | None" = None,
+        *,
+        manifest: Manifest | None = None,
+        calibration: Calibration | None = None,
+        kv_scales: KvScaleValues | None = None,
+    ) -> RefitReport | None:
+        """Push to one more engine from now on, which was started late, or again.
+
+        Args:
+            engine: See `Broadcaster`. Not one that is pushed to already.
+            state_dict: The policy that the others serve, on every rank of `group`. With it, the new engine refuses requests
+                until it serves that, at their version or a later one; if another one has the same slots, the fingerprints of
+                their weights must be equal.
+                Without it, the engine serves what it does until the next push.
+            manifest: See `Refitter.refit`.
+            calibration: See `Refitter.refit`.
+            kv_scales: See `Refitter.refit`.
+
+        Returns:
+            The report of the new engine's refit; None without a policy, and on ranks of the trainer other than 0.
+
+        Raises:
+            InvalidSourceError: The others serve another policy.
+            RefitError: See `Refitter.refit`. The engine is not added, and refuses requests if it was given a policy.
+        """
+        steps = self.add_async(
+            engine, state_dict, manifest=manifest, calibration=calibration, kv_scales=kv_scales, _suspends=False
+        )
+        return run(steps)
+
+    async def add_async(
+        self,
+        engine: object,
+        state_dict: "StateDict | None" = None,
+        *,
+        manifest: Manifest | None = None,
+        calibration: Calibration | None = None,
+        kv_scales: KvScaleValues | None = None,
+        _suspends: bool = True,
+    ) -> RefitReport | None:
+        """`add` for asynchronous engines."""
+        with nullcontext() if state_dict is None else self._opened(state_dict) as weights:
+            fleet, report = self._fleet, None
+            if fleet is None:
                 return None
-            return await self._refitter.refit_async(
-                weights, manifest=manifest, calibration=calibration, kv_scales=kv_scales
-            )
+            if any(each is engine or each == engine for each in self._engines):
+                raise UnsupportedEngineError("an engine is named twice; name every engine once")
+            joiner = EngineGroup([engine])
+            (own,) = joiner.attached
+            both = EngineGroup((*fleet.attached, own))  # it is not one of them
+            if both.is_asynchronous and not _suspends:
+                raise UnsupportedEngineError(
+                    "an engine is asynchronous; await add_async in the event loop that drives it"
+                )
+            if weights is not None:
+                await fleet.ranks.are_lost()  # learns their versions
+                fleet.ranks.leave()  # frees the port; the next push joins again
+                joiner.ranks.least_version = fleet.ranks.version
+                await self._hold(own, "it joins others and has not got their policy yet; wait for it")
+                with ErrorCapture() as failed:
+                    report = await Refitter(joiner, self._config).refit_async(
+                        weights, manifest=manifest, calibration=calibration, kv_scales=kv_scales
+                    )
+                    if not await _agrees(joiner, fleet):
+                        raise InvalidSourceError(
+                            ["state_dict: is not the policy that the other engines serve; pass that one"]
+                        )
+                if failed.error is not None:
+                    with contextlib.suppress(RefitError):
+                        await self._hold(own, f"it could not join others ({type(failed.error).__name__}); refit it")
+                    raise failed.take()
+            joiner.ranks.leave()
+            assert self._fleet is not None, "it was there"
+            await self._form((*self._engines, engine), (*self._fleet.attached, own))
+        return report
+
+    async def _hold(self, attached: AttachedEngine, why: str) -> None:
+        """Make an engine refuse requests until it is refitted."""
+
+        async def refuse(attempt: Attempt) -> None:
+            attempt.version = attached.engine.ranks.version  # so that it resumes if this is interrupted
+            await attached.engine.pause(self._config)
+            await attached.engine.refuse(why)
+            attempt.version = None
+
+        await take_turn(attached, refuse)
+
+    def remove(self, engine: object) -> None:
+        """Push to an engine no longer. It serves what it does, and gives back what pushes need.
+
+        Args:
+            engine: As it was passed.
+
+        Raises:
+            ValueError: It is not pushed to.
+            UnsupportedEngineError: It is the only one.
+            EngineBusyError: A push is under way.
+        """
+        run(self.remove_async(engine))
+
+    async def remove_async(self, engine: object) -> None:
+        """`remove` for asynchronous engines."""
+        if self._fleet is None:
+            return
+        places = [place for place, each in enumerate(self._engines) if each is not engine and each != engine]
+        if len(places) == len(self._engines):
+            raise ValueError(f"{engine!r} is not pushed to; `engines` has those that are")
+        removed = [each for place, each in enumerate(self._fleet.attached) if place not in places]
+        await self._keep(places)
+        for attached in removed:
+            with contextlib.suppress(RefitError):
+                await take_turn(attached, lambda _, ranks=attached.engine.ranks: ranks.close())  # type: ignore[misc]
+
+    async def _keep(self, places: Sequence[int]) -> None:
+        assert self._fleet is not None, "some are pushed to"
+        attached = self._fleet.attached
+        await self._form([self._engines[place] for place in places], [attached[place] for place in places])
+
+    async def _drop_or_raise(self, failed: ErrorCapture, weights: StateDict) -> None:
+        """Push to lost engines no longer, if that is wanted and any is left.
+
+        Raises:
+            BaseException: What failed, if the policy cannot be pushed to the others now.
+        """
+        fleet = self._fleet
+        may_drop = fleet is not None and self._on_lost == "drop"
+        if not may_drop or not isinstance(failed.error, EngineLostError | TransportError):
+            raise failed.take()
+        assert fleet is not None, "some are pushed to"
+        answers = [place for place, is_lost in enumerate(await fleet.ranks.are_lost()) if not is_lost]
+        if not answers or len(answers) == len(self._engines):
+            raise failed.take()
+        said = str(failed.error)
+        logger.warning("%s; this engine is pushed to no longer, and %d others are", said, len(answers))
+        await self._keep(answers)
+        if isinstance(weights, Iterator | Gathered):  # read in part: the next push heals the others
+            raise failed.take()
+        failed.error = None
 
     def fingerprints(self) -> list[str]:
         """Return a digest of the live weights of every rank of every engine, engine by engine."""
@@ -158,3 +356,18 @@ class Broadcaster(Closing):
         pairs: Mapping[str, Tensor] | Sequence[tuple[str, Tensor]] = state_dict
         config = self._config
         return Gathered(pairs, self._group, bucket_bytes=config.bucket_bytes, timeout_s=_PATIENCE * config.timeout_s)
+
+
+async def _agrees(joiner: EngineGroup, fleet: EngineGroup) -> bool:
+    """Whether an engine holds the weights that each one of the same slots does."""
+    (slots, own), are_lost = await _held_by(joiner.ranks), await fleet.ranks.are_lost()
+    for attached, is_lost in zip(fleet.attached, are_lost, strict=True):
+        if not is_lost and not attached.engine.ranks.is_dirty:
+            other_slots, fingerprints = await _held_by(attached.engine.ranks)
+            if other_slots == slots and fingerprints != own:
+                return False
+    return True
+
+
+async def _held_by(ranks: Ranks) -> tuple[object, list[str]]:
+    return (await ranks.layout()).slots, list(await ranks.fingerprints())

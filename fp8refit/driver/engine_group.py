@@ -20,6 +20,7 @@ from fp8refit.live.layout import EngineLayout
 from fp8refit.live.turn import Turns
 from fp8refit.ranks.ranks import Ranks
 from fp8refit.remote.broadcast.broadcast import Broadcast
+from fp8refit.remote.protocol.messages import Do
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.report import KvReport, RankReport
 from fp8refit.sources.source import Source
@@ -32,18 +33,22 @@ class EngineGroup(Engine):
     """Implements `fp8refit.driver.engine.Engine` over several engines.
 
     Args:
-        candidates: What `Refitter` takes: an `LLM`, an `AsyncLLM`, a URL.
+        candidates: What `Refitter` takes: an `LLM`, an `AsyncLLM`, a URL. Or what is attached to them.
 
     Raises:
         UnsupportedEngineError: One of them is not accepted by `Refitter`, or runs in this process.
+
+    Attributes:
+        attached: What is attached to each engine.
     """
 
     def __init__(self, candidates: Sequence[object]) -> None:
         if not candidates:
             raise UnsupportedEngineError("there is no engine to broadcast to; pass at least one")
-        attached = [attach_engine(candidate) for candidate in candidates]
+        attached = [each if isinstance(each, AttachedEngine) else attach_engine(each) for each in candidates]
         if len({id(each) for each in attached}) < len(attached):
             raise UnsupportedEngineError("an engine is named twice; name every engine once")
+        self.attached = tuple(attached)
         self._engines = [each.engine for each in attached]
         members = [engine.ranks for engine in self._engines if isinstance(engine.ranks, RemoteRanks)]
         if len(members) < len(self._engines):
@@ -52,7 +57,7 @@ class EngineGroup(Engine):
                 "processes of their own"
             )
         self.name = " + ".join(engine.name for engine in self._engines)
-        self.ranks = EngineGroupRanks(members, self._together)
+        self.ranks: EngineGroupRanks = EngineGroupRanks(members, self._together)
         turns = Turns([each.turn for each in attached])
         self._fp8refit_engine = AttachedEngine(self, turns)
 
@@ -132,10 +137,13 @@ class EngineGroupRanks(Ranks):
     Args:
         members: The ranks of each engine.
         together: Awaits calls to all engines concurrently.
+
+    Attributes:
+        least_version: Lowest version of the next policy.
     """
 
     def __init__(self, members: Sequence[RemoteRanks], together: Callable[..., Any]) -> None:
-        self._members = tuple(members)
+        self._members, self.least_version = tuple(members), 0
         self._together = together
         self._broadcast = Broadcast([member.peer for member in self._members], together)
         self._compares = False
@@ -180,7 +188,7 @@ class EngineGroupRanks(Ranks):
         if self._compares:
             reports = [await member.write() for member in self._members]
         else:
-            reports = await self._broadcast.write(self.version + 1)
+            reports = await self._broadcast.write(max(self.version + 1, self.least_version))
         every = [report for of_engine in reports for report in of_engine]
         return [report.model_copy(update={"rank": rank}) for rank, report in enumerate(every)]
 
@@ -207,6 +215,23 @@ class EngineGroupRanks(Ranks):
         """The fingerprints of all ranks, engine by engine."""
         found = await self._together([member.fingerprints() for member in self._members])
         return [each for of_engine in found for each in of_engine]
+
+    async def are_lost(self) -> list[bool]:
+        """Whether each engine answers no longer. Also learns the versions of those that do."""
+
+        async def is_lost(member: RemoteRanks) -> bool:
+            try:
+                await member.client.ask(Do(step="hello"))
+            except RefitError as error:
+                return isinstance(error, EngineLostError)
+            return False
+
+        found: list[bool] = await self._together([is_lost(member) for member in self._members])
+        return found
+
+    def leave(self) -> None:
+        """Leave the broadcast group, which another one follows."""
+        self._broadcast.close()
 
     @override
     async def close(self) -> None:

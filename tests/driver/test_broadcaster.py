@@ -1,6 +1,7 @@
 """One trainer and several engines: all serve the new policy or none does, and what every rank of the trainer hears."""
 
 import asyncio
+import socket
 import time
 from dataclasses import replace
 from unittest.mock import Mock
@@ -14,6 +15,7 @@ from fp8refit import (
     CacheFlushError,
     EngineBusyError,
     EngineLostError,
+    InvalidOptionError,
     InvalidSourceError,
     NonFiniteError,
     RankFailedError,
@@ -36,6 +38,7 @@ from tests.fake_ranks import (
     Remote,
     arm,
     fail_once,
+    manifest_of,
 )
 from tests.fake_server import URL, Running, entry_point_of
 from tests.sharded_push import push_shards, push_stacks
@@ -129,12 +132,17 @@ def test_engines_of_other_sizes_and_versions_come_to_the_same_version(replicas):
     replicas.assert_hold(policy, version=3)
 
 
-def test_a_tensor_that_replicas_want_in_different_formats_travels_unquantized(replicas):
-    for shard in replicas.clusters[1].shards:
+def want_powers_of_two(cluster):
+    """Give one tensor of an engine other scales."""
+    for shard in cluster.shards:
         shard._slots[:] = [
             replace(slot, format=BlockFormat(scale_format=ScaleFormat.UE8M0)) if slot.name == K_PROJ else slot
             for slot in shard._slots
         ]
+
+
+def test_a_tensor_that_replicas_want_in_different_formats_travels_unquantized(replicas):
+    want_powers_of_two(replicas.clusters[1])
     policy = replicas.make_policy(1)
     replicas.broadcaster.push(policy)
     replicas.assert_hold(policy, version=1)
@@ -361,3 +369,232 @@ def test_every_rank_of_a_trainer_pushes_its_shards_and_hears_the_same(trainer):
 @pytest.mark.parametrize("layout", ["experts in parts", "experts apart"])
 def test_stacks_of_experts_are_gathered_and_sent_expert_by_expert(layout, trainer):
     assert trainer.run(push_stacks, layout) == [["float8_e4m3fn"], []]
+
+
+# Engines that come and go.
+
+
+def die_at(remote, *steps):
+    """Make an engine answer nothing from one of these steps on."""
+    gone = []
+
+    def die(request):
+        if gone or request.order.step in steps:
+            gone.append(request)
+            raise EngineLostError("the server is gone")
+
+    remote.channel.on_request = die
+
+
+@pytest.mark.parametrize("stage", ["during", "ahead"])
+@pytest.mark.parametrize("step", ["prepare", "take"])
+def test_a_lost_engine_is_dropped_and_the_others_get_the_policy_in_the_same_push(step, stage):
+    replicas = Replicas(["tensor"] * 3, on_lost="drop", collective={"stage": stage})
+    replicas.broadcaster.push(replicas.make_policy(1))
+    lost, *others = replicas.remotes[1], replicas.remotes[0], replicas.remotes[2]
+    die_at(lost, step)
+    policy = replicas.make_policy(2)
+    report = replicas.broadcaster.push(policy)
+    assert replicas.broadcaster.engines == tuple(remote.client for remote in others)
+    assert len(report.ranks) == 4
+    for remote in others:
+        remote.cluster.assert_holds(policy, version=report.version)
+        assert remote.client.blocked is None
+    replicas.broadcaster.push(replicas.make_policy(3))
+    replicas.broadcaster.close()
+
+
+def test_a_stream_that_was_read_when_an_engine_was_lost_is_not_read_again():
+    replicas = Replicas(on_lost="drop")
+    replicas.broadcaster.push(replicas.make_policy(1))
+    lost, left = replicas.remotes
+    die_at(lost, "take")
+    policy = replicas.make_policy(2)
+    with pytest.raises(EngineLostError):
+        replicas.broadcaster.push(iter(policy.items()), manifest=manifest_of(policy))
+    assert replicas.broadcaster.engines == (left.client,)
+    report = replicas.broadcaster.push(policy)
+    left.cluster.assert_holds(policy, version=report.version)
+    assert left.client.blocked is None
+    replicas.broadcaster.close()
+
+
+def test_the_last_engine_that_is_lost_is_an_error():
+    replicas = Replicas(on_lost="drop")
+    for remote in replicas.remotes:
+        die_at(remote, "prepare")
+    with pytest.raises(EngineLostError):
+        replicas.broadcaster.push(replicas.make_policy(1))
+    assert len(replicas.broadcaster.engines) == 2
+    with pytest.raises(InvalidOptionError, match='choose "raise" or "drop"'):
+        Broadcaster([replicas.remotes[0].client], on_lost="ignore")
+
+
+def test_an_engine_that_joins_refuses_until_it_serves_what_the_others_do(replicas):
+    for seed in (1, 2, 3):
+        replicas.broadcaster.push(replicas.make_policy(seed))
+    late, blocked = Remote(Cluster("tensor")), []
+    late.channel.on_request = lambda request: blocked.append((request.order.step, late.client.blocked))
+    report = replicas.broadcaster.add(late.client, replicas.make_policy(3))
+    assert report.version == replicas.broadcaster.version == 3
+    late.cluster.assert_holds(replicas.make_policy(3), version=3)
+    assert late.client.blocked is None
+    assert all("has not got their policy yet" in why for step, why in blocked if step in ("prepare", "join"))
+    assert replicas.broadcaster.engines[-1] is late.client
+    replicas.clusters.append(late.cluster)
+    replicas.remotes.append(late)
+    replicas.heals()
+    replicas.broadcaster.remove(late.client)
+    assert late.client not in replicas.broadcaster.engines
+    before = late.cluster.live_bytes()
+    replicas.broadcaster.push(replicas.make_policy(5))
+    assert late.cluster.live_bytes() == before
+
+
+def test_an_engine_that_joins_with_another_policy_than_the_others_serve_refuses_and_is_not_added(replicas):
+    replicas.broadcaster.push(replicas.make_policy(1))
+    late = Remote(Cluster("tensor"))
+    with pytest.raises(InvalidSourceError, match="is not the policy that the other engines serve"):
+        replicas.broadcaster.add(late.client, replicas.make_policy(2))
+    assert "could not join others" in late.client.blocked
+    assert len(replicas.broadcaster.engines) == 2
+    assert replicas.broadcaster.add(late.client) is None, "it gets the next one"
+    policy = replicas.make_policy(3)
+    report = replicas.broadcaster.push(policy)
+    late.cluster.assert_holds(policy, version=report.version)
+    assert late.client.blocked is None
+
+
+def test_an_engine_of_another_layout_joins(replicas):
+    replicas.broadcaster.push(replicas.make_policy(1))
+    late = Remote(Cluster("tensor"))
+    want_powers_of_two(late.cluster)
+    replicas.broadcaster.add(late.client, replicas.make_policy(1))
+    late.cluster.assert_holds(replicas.make_policy(1), version=1)
+
+
+@pytest.mark.parametrize("fault", ["judged", "filled"])
+def test_an_engine_that_cannot_take_the_policy_is_not_added_and_refuses(fault, replicas):
+    replicas.broadcaster.push(replicas.make_policy(1))
+    late = Remote(Cluster("tensor"))
+    arm(late.cluster.targets[0], fault, RuntimeError("injected"))
+    with pytest.raises(RankFailedError, match="injected"):
+        replicas.broadcaster.add(late.client, replicas.make_policy(1))
+    assert late.client.blocked is not None
+    assert len(replicas.broadcaster.engines) == 2
+    replicas.heals()
+
+
+def test_what_is_not_pushed_to_is_not_removed_and_the_last_one_stays(replicas):
+    with pytest.raises(ValueError, match="is not pushed to"):
+        replicas.broadcaster.remove(Remote(Cluster("tensor")).client)
+    with pytest.raises(UnsupportedEngineError, match="named twice"):
+        replicas.broadcaster.add(replicas.remotes[0].client)
+    replicas.broadcaster.remove(replicas.remotes[0].client)
+    with pytest.raises(UnsupportedEngineError, match="no engine to broadcast to"):
+        replicas.broadcaster.remove(replicas.remotes[1].client)
+
+
+def test_engines_of_event_loops_are_added_and_dropped(monkeypatch):
+    monkeypatch.setattr(ClientEngine, "is_asynchronous", True)
+    replicas = Replicas(suspends=(0, 1), on_lost="drop")
+
+    async def drive():
+        await replicas.broadcaster.push_async(replicas.make_policy(1))
+        late = Remote(Cluster("tensor"), suspends=True)
+        await replicas.broadcaster.add_async(late.client, replicas.make_policy(1))
+        die_at(replicas.remotes[0], "prepare")
+        await replicas.broadcaster.push_async(replicas.make_policy(2))
+        await replicas.broadcaster.close_async()
+        return late
+
+    late = asyncio.run(drive())
+    for cluster in (late.cluster, replicas.clusters[1]):
+        cluster.assert_holds(replicas.make_policy(2), version=2)
+    assert replicas.broadcaster.engines == (replicas.remotes[1].client, late.client)
+
+
+@pytest.mark.parametrize("what", ["flush", "fleet"])
+def test_an_engine_that_could_not_join_refuses_whatever_failed(what, replicas, monkeypatch):
+    replicas.broadcaster.push(replicas.make_policy(1))
+    late = Remote(Cluster("tensor"))
+    late.client.flush_fails = what == "flush"
+    if what == "fleet":
+        ranks = replicas.broadcaster._fleet.attached[0].engine.ranks
+        monkeypatch.setattr(ranks, "layout", Mock(side_effect=RankFailedError("does not describe itself")))
+    with pytest.raises(CacheFlushError if what == "flush" else RankFailedError):
+        replicas.broadcaster.add(late.client, replicas.make_policy(1))
+    assert late.client.blocked is not None
+    monkeypatch.undo()
+    monkeypatch.setattr(fp8refit.driver.adapters, "entry_points", lambda group: [ClientEntryPoint()])
+    late.client.flush_fails = False
+    replicas.broadcaster.add(late.client, replicas.make_policy(1))
+    late.cluster.assert_holds(replicas.make_policy(1), version=late.cluster.targets[0].version)
+    assert late.client.blocked is None
+
+
+def test_a_dead_engine_does_not_keep_its_successor_out(replicas):
+    replicas.broadcaster.push(replicas.make_policy(1))
+    die_at(replicas.remotes[0], "hello", "describe", "prepare")
+    late = Remote(Cluster("tensor"))
+    replicas.broadcaster.add(late.client, replicas.make_policy(1))
+    late.cluster.assert_holds(replicas.make_policy(1), version=1)
+    replicas.broadcaster.remove(replicas.remotes[0].client)
+    report = replicas.broadcaster.push(replicas.make_policy(2))
+    for cluster in (late.cluster, replicas.clusters[1]):
+        cluster.assert_holds(replicas.make_policy(2), version=report.version)
+
+
+def test_a_joiner_of_a_fixed_port_finds_it_free(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    replicas = Replicas(collective={"port": port})
+    replicas.broadcaster.push(replicas.make_policy(1))
+    late = Remote(Cluster("tensor"))
+    replicas.broadcaster.add(late.client, replicas.make_policy(1))
+    replicas.broadcaster.push(replicas.make_policy(2))
+    late.cluster.assert_holds(replicas.make_policy(2), version=2)
+    replicas.broadcaster.close()
+
+
+def test_engines_neither_come_nor_go_while_a_policy_is_pushed(replicas, monkeypatch):
+    late, heard = Remote(Cluster("tensor")), []
+    replicas.broadcaster.push(replicas.make_policy(1))
+
+    def change(request):
+        if request.order.step == "take":
+            for change in (
+                lambda: replicas.broadcaster.add(late.client),
+                lambda: replicas.broadcaster.remove(replicas.remotes[1].client),
+            ):
+                with pytest.raises(EngineBusyError) as caught:
+                    change()
+                heard.append(caught.value)
+
+    replicas.remotes[0].channel.on_request = change
+    report = replicas.broadcaster.push(replicas.make_policy(2))
+    assert len(heard) == 2 and len(replicas.broadcaster.engines) == 2
+    replicas.assert_hold(replicas.make_policy(2), version=report.version)
+
+
+def test_an_engine_that_answers_but_is_busy_is_not_dropped(monkeypatch):
+    replicas = Replicas(["tensor"] * 3, on_lost="drop")
+    replicas.broadcaster.push(replicas.make_policy(1))
+    die_at(replicas.remotes[0], "prepare")
+
+    def busy(request):
+        if request.order.step == "hello":
+            raise EngineBusyError("another driver refits this server")
+
+    replicas.remotes[1].channel.on_request = busy
+    policy = replicas.make_policy(2)
+    replicas.broadcaster.push(policy)
+    assert replicas.broadcaster.engines == tuple(remote.client for remote in replicas.remotes[1:])
+
+
+def test_an_asynchronous_engine_is_not_added_without_its_event_loop(replicas, monkeypatch):
+    late = Remote(Cluster("tensor"), suspends=True)
+    monkeypatch.setattr(ClientEngine, "is_asynchronous", property(lambda engine: engine._model is late.client))
+    with pytest.raises(UnsupportedEngineError, match="await add_async"):
+        replicas.broadcaster.add(late.client, replicas.make_policy(1))
+    assert late.client.blocked is None and not late.client.events

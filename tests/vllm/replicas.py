@@ -84,14 +84,20 @@ def kill_driver(servers: list[Server]) -> dict:
 def kill_server(one: Server, other: Server, successor: Server) -> dict:
     """One of two dies between two broadcasts, comes back, and dies in the middle of one."""
     alone = Refitter(other.url)
+    fleet = Broadcaster([one.url, other.url], on_lost="drop", **SMALL)
     with Broadcaster([one.url, other.url], **SMALL) as broadcaster:
         broadcaster.push(make_policy(FAMILY, 2))
         alone.refit(make_policy(FAMILY, 2))
         before = state(one)
         other.kill()
         gone = refused(broadcaster.push, make_policy(FAMILY, 1)) | {"untouched": state(one) == before}
+        fleet.push(make_policy(FAMILY, 1))
+        left = {"engines": [str(engine) == one.url for engine in fleet.engines], "one": state(one)}
         successor.release()
         successor.wait()
+        report = fleet.add(successor.url, make_policy(FAMILY, 1))
+        left |= {"both": state(one, successor), "versions": [report.version, fleet.version] if report else None}
+        fleet.remove(successor.url)
         broadcaster.push(make_policy(FAMILY, 2))
         back = {"together": state(one, successor)}
         successor.call("observe", "scribble")
@@ -100,4 +106,4 @@ def kill_server(one: Server, other: Server, successor: Server) -> dict:
         killed = refused(lambda: broadcaster.push(stream(1, successor.kill), manifest=manifest()))
         killed["status"] = one.complete(PROMPTS[0])
     Refitter(one.url).refit(make_policy(FAMILY, 2))
-    return {"gone": gone, "back": back, "killed server": killed | {"healed": state(one)}}
+    return {"gone": gone, "left": left, "back": back, "killed server": killed | {"healed": state(one)}}

@@ -56,6 +56,14 @@ def test_a_server_that_died_is_named_and_leaves_the_other_as_it_was(found):
     assert found["gone"]["untouched"]
 
 
+def test_a_server_that_died_is_dropped_and_its_successor_joins_with_the_policy_of_the_other(found, policy):
+    left = found["left"]
+    assert left["engines"] == [True]
+    assert left["both"] == left["one"] * 2
+    assert left["both"] != [policy] * 2, "another one"
+    assert left["versions"][0] == left["versions"][1]
+
+
 def test_a_server_that_was_started_again_is_found_by_the_same_broadcaster_and_refitter(found, policy):
     assert found["back"]["together"] == [policy] * 2
     assert found["back"]["alone"] == [policy]
