@@ -225,6 +225,20 @@ FAULTS = [
         found_by=STATES,
     ),
     Fault(
+        name="a server resumes by what ranks say before they have written",
+        at="fp8refit/remote/protocol/messages.py::common_version",
+        before="all(outcome.id == asked and outcome.reports for outcome in outcomes)",
+        after="all(outcome.id == asked for outcome in outcomes)",
+        found_by="tests/remote/servers/test_server_driver.py -k before_they_have_written",
+    ),
+    Fault(
+        name="an engine joins with another policy than the others serve",
+        at="fp8refit/driver/broadcaster.py::_agrees",
+        before="fingerprints != own",
+        after="not fingerprints",
+        found_by="tests/driver/test_broadcaster.py -k joins_with_another_policy",
+    ),
+    Fault(
         name="a policy that cannot be described leaves the answers of ranks that read ahead to the next order",
         at="fp8refit/remote/host/host_route.py::HostRoute._prepare",
         before="await reading",
