@@ -199,8 +199,7 @@ class Broadcaster(Closing):
             engine: See `Broadcaster`. Not one that is pushed to already.
             state_dict: The policy that the others serve, on every rank of `group`. With it, the new engine refuses requests
                 until it serves that, at their version or a later one; if another one has the same slots, the fingerprints of
-                their weights must be equal.
-                Without it, the engine serves what it does until the next push.
+                their weights must be equal. Without it, the engine serves what it does until the next push.
             manifest: See `Refitter.refit`.
             calibration: See `Refitter.refit`.
             kv_scales: See `Refitter.refit`.
@@ -210,6 +209,7 @@ class Broadcaster(Closing):
 
         Raises:
             InvalidSourceError: The others serve another policy.
+            EngineBusyError: A push is under way.
             RefitError: See `Refitter.refit`. The engine is not added, and refuses requests if it was given a policy.
         """
         steps = self.add_async(
@@ -242,15 +242,14 @@ class Broadcaster(Closing):
                     "an engine is asynchronous; await add_async in the event loop that drives it"
                 )
             if weights is not None:
-                await fleet.ranks.are_lost()  # learns their versions
-                fleet.ranks.leave()  # frees the port; the next push joins again
+                await take_turn(fleet._fp8refit_engine, lambda _: _make_room(fleet))
                 joiner.ranks.least_version = fleet.ranks.version
                 await self._hold(own, "it joins others and has not got their policy yet; wait for it")
                 with ErrorCapture() as failed:
                     report = await Refitter(joiner, self._config).refit_async(
                         weights, manifest=manifest, calibration=calibration, kv_scales=kv_scales
                     )
-                    if not await _agrees(joiner, fleet):
+                    if not await take_turn(fleet._fp8refit_engine, lambda _: _agrees(joiner, fleet)):
                         raise InvalidSourceError(
                             ["state_dict: is not the policy that the other engines serve; pass that one"]
                         )
@@ -356,6 +355,12 @@ class Broadcaster(Closing):
         pairs: Mapping[str, Tensor] | Sequence[tuple[str, Tensor]] = state_dict
         config = self._config
         return Gathered(pairs, self._group, bucket_bytes=config.bucket_bytes, timeout_s=_PATIENCE * config.timeout_s)
+
+
+async def _make_room(fleet: EngineGroup) -> None:
+    """Learn the engines' versions, and leave their group and its port. The next push joins them again."""
+    await fleet.ranks.are_lost()
+    fleet.ranks.leave()
 
 
 async def _agrees(joiner: EngineGroup, fleet: EngineGroup) -> bool:

@@ -565,6 +565,7 @@ def test_engines_neither_come_nor_go_while_a_policy_is_pushed(replicas, monkeypa
         if request.order.step == "take":
             for change in (
                 lambda: replicas.broadcaster.add(late.client),
+                lambda: replicas.broadcaster.add(late.client, replicas.make_policy(1)),
                 lambda: replicas.broadcaster.remove(replicas.remotes[1].client),
             ):
                 with pytest.raises(EngineBusyError) as caught:
@@ -573,7 +574,7 @@ def test_engines_neither_come_nor_go_while_a_policy_is_pushed(replicas, monkeypa
 
     replicas.remotes[0].channel.on_request = change
     report = replicas.broadcaster.push(replicas.make_policy(2))
-    assert len(heard) == 2 and len(replicas.broadcaster.engines) == 2
+    assert len(heard) == 3 and late.client.blocked is None and len(replicas.broadcaster.engines) == 2
     replicas.assert_hold(replicas.make_policy(2), version=report.version)
 
 
