@@ -99,7 +99,8 @@ class RefitReport(BaseModel, frozen=True):
     run. `pause` stops running requests. `flush` drops the caches of the old policy, unless that overlaps the write.
     `transfer` is the exchange with ranks in other processes. It includes the check of a source with the same layout as last
     time, if that is sent together with the write. `fill` ends when everything is launched, `verify` when the device has
-    finished and its status word is read. `kv` measures and writes KV-cache scales. `resume` admits requests again."""
+    finished and its status word is read. `kv` measures and writes KV-cache scales. `resume` admits requests again; a
+    server does that with the write, in `transfer`."""
     fill_device_s: float | None = None
     """Seconds between the first and the last byte written, on the device's own clock; None on a CPU."""
     extra_bytes: int = 0

@@ -2,9 +2,9 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Literal, Never, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Never, TypeVar, Unpack
 
 import torch.distributed
 from torch import Tensor
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _PATIENCE = 4
 """Other ranks of the trainer wait this many times `timeout_s` for the rank that prepares and pauses the engines."""
 
@@ -88,12 +89,12 @@ class Broadcaster(Closing):
         self._engines: tuple[object, ...] = ()
         """As they were passed, in the order of the fleet."""
         if group is None or torch.distributed.get_rank(group) == 0:
-            self._engines = tuple(engines)
-            self._fleet = EngineGroup(self._engines)
-            self._refitter = self._refitter_of(self._fleet)
+            engines = tuple(engines)
+            self._adopt(engines, EngineGroup(engines))
 
-    def _refitter_of(self, fleet: EngineGroup) -> Refitter:
-        return Refitter(fleet, self._config, on_refit=self._on_refit)
+    def _adopt(self, engines: Sequence[object], fleet: EngineGroup) -> None:
+        self._engines, self._fleet = tuple(engines), fleet
+        self._refitter = Refitter(fleet, self._config, on_refit=self._on_refit)
 
     async def _form(self, engines: Sequence[object], attached: Sequence[AttachedEngine]) -> None:
         """Push to these engines from now on, and to nothing else.
@@ -106,7 +107,7 @@ class Broadcaster(Closing):
         async def leave(_: object) -> None:
             assert old is not None, "it exists"
             old.ranks.leave()
-            self._engines, self._fleet, self._refitter = tuple(engines), fleet, self._refitter_of(fleet)
+            self._adopt(engines, fleet)
 
         assert old is not None, "this rank drives engines"
         await take_turn(old._fp8refit_engine, leave)
@@ -155,14 +156,8 @@ class Broadcaster(Closing):
             TransportError: A rank did not join, died, or does not answer.
         """
         refuse_others(self.push, _others)
-        with self._opened(state_dict) as weights:
-            while self._refitter is not None:
-                with ErrorCapture() as failed:
-                    return self._refitter.refit(
-                        weights, manifest=manifest, calibration=calibration, kv_scales=kv_scales
-                    )
-                run(self._drop_or_raise(failed, weights))
-        return None
+        steps = self.push_async(state_dict, manifest=manifest, calibration=calibration, kv_scales=kv_scales)
+        return self._run(steps)
 
     async def push_async(
         self,
@@ -212,10 +207,8 @@ class Broadcaster(Closing):
             EngineBusyError: A push is under way.
             RefitError: See `Refitter.refit`. The engine is not added, and refuses requests if it was given a policy.
         """
-        steps = self.add_async(
-            engine, state_dict, manifest=manifest, calibration=calibration, kv_scales=kv_scales, _suspends=False
-        )
-        return run(steps)
+        given = {"manifest": manifest, "calibration": calibration, "kv_scales": kv_scales}
+        return run(self._add(engine, state_dict, given, suspends=False))
 
     async def add_async(
         self,
@@ -225,9 +218,14 @@ class Broadcaster(Closing):
         manifest: Manifest | None = None,
         calibration: Calibration | None = None,
         kv_scales: KvScaleValues | None = None,
-        _suspends: bool = True,
     ) -> RefitReport | None:
         """`add` for asynchronous engines."""
+        given = {"manifest": manifest, "calibration": calibration, "kv_scales": kv_scales}
+        return await self._add(engine, state_dict, given, suspends=True)
+
+    async def _add(
+        self, engine: object, state_dict: "StateDict | None", given: dict[str, Any], *, suspends: bool
+    ) -> RefitReport | None:
         with nullcontext() if state_dict is None else self._opened(state_dict) as weights:
             fleet, report = self._fleet, None
             if fleet is None:
@@ -237,7 +235,7 @@ class Broadcaster(Closing):
             joiner = EngineGroup([engine])
             (own,) = joiner.attached
             both = EngineGroup((*fleet.attached, own))  # it is not one of them
-            if both.is_asynchronous and not _suspends:
+            if both.is_asynchronous and not suspends:
                 raise UnsupportedEngineError(
                     "an engine is asynchronous; await add_async in the event loop that drives it"
                 )
@@ -246,9 +244,7 @@ class Broadcaster(Closing):
                 joiner.ranks.least_version = fleet.ranks.version
                 await self._hold(own, "it joins others and has not got their policy yet; wait for it")
                 with ErrorCapture() as failed:
-                    report = await Refitter(joiner, self._config).refit_async(
-                        weights, manifest=manifest, calibration=calibration, kv_scales=kv_scales
-                    )
+                    report = await Refitter(joiner, self._config).refit_async(weights, **given)
                     if not await take_turn(fleet._fp8refit_engine, lambda _: _agrees(joiner, fleet)):
                         raise InvalidSourceError(
                             ["state_dict: is not the policy that the other engines serve; pass that one"]
@@ -284,7 +280,7 @@ class Broadcaster(Closing):
             UnsupportedEngineError: It is the only one.
             EngineBusyError: A push is under way.
         """
-        run(self.remove_async(engine))
+        self._run(self.remove_async(engine))
 
     async def remove_async(self, engine: object) -> None:
         """`remove` for asynchronous engines."""
@@ -324,6 +320,10 @@ class Broadcaster(Closing):
         if isinstance(weights, Iterator | Gathered):  # read in part: the next push heals the others
             raise failed.take()
         failed.error = None
+
+    def _run(self, steps: Coroutine[Any, Any, T]) -> T:
+        """See `Refitter._run`. Other ranks of the trainer have no engine that could suspend."""
+        return self._refitter._run(steps) if self._refitter is not None else run(steps)
 
     def fingerprints(self) -> list[str]:
         """Return a digest of the live weights of every rank of every engine, engine by engine."""

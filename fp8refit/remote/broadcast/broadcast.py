@@ -176,7 +176,13 @@ class Broadcast:
     async def _send(self, source: Source, version: int) -> list[Sequence[RankReport]]:
         plan, communicator = self._plan, self._communicator
         assert plan is not None and communicator is not None, "prepared"
-        sending = self._begin(plan, communicator, None if plan.offer.is_ahead else source)
+        sender = plan.sender
+        if plan.offer.is_ahead:
+            step = partial(sender.confirm, communicator)
+        else:
+            _wait_for_trainer(sender.device)
+            step = partial(sender.send, source, communicator, self._refit, layout=plan.guard)
+        sending = Sending(step, sender, communicator)
 
         async def take(peer: BroadcastPeer) -> Sequence[RankReport]:
             with ErrorCapture() as failed:
@@ -189,22 +195,9 @@ class Broadcast:
             reports = await self._together([take(peer) for peer in self._peers])
         error = sending.end(refused.error, timeout_s=self._config.timeout_s)
         if error is not None:
-            self.leave(why=str(error))
-            if sending.is_under_way:
-                self._plan = None  # together with its buffers, which are still in use
+            self._give_up(sending, error)
             raise error
         return reports
-
-    def _begin(self, plan: _Plan, communicator: Communicator, source: Source | None, *, ahead: bool = False) -> Sending:
-        """Begin to send a source; or only to wait for the ranks' confirmation, if it was sent ahead."""
-        sender, step = plan.sender, partial(plan.sender.confirm, communicator)
-        if source is not None:
-            if sender.device.type == "cuda":
-                torch.cuda.synchronize(sender.device)  # what the trainer computes has to be there before it is read
-            step = partial(sender.send, source, communicator, self._refit, layout=plan.guard)
-            if ahead:
-                step = partial(sender.send_ahead, source, communicator, layout=plan.guard)
-        return Sending(step, sender, communicator)
 
     async def _send_ahead(self, source: Source) -> None:
         """Send a policy while requests run.
@@ -214,8 +207,11 @@ class Broadcast:
         """
         plan, communicator, start_s = self._plan, self._communicator, time.perf_counter()
         assert plan is not None and communicator is not None, "offered"
+        sender = plan.sender
         self._is_read = True
-        sending = self._begin(plan, communicator, source, ahead=True)
+        _wait_for_trainer(sender.device)
+        step = partial(sender.send_ahead, source, communicator, layout=plan.guard)
+        sending = Sending(step, sender, communicator)
         is_over = partial(sending.is_over, within_s=_LOOK_S)
         is_asynchronous = any(peer.client.channel.is_asynchronous for peer in self._peers)
         with ErrorCapture() as failed:
@@ -225,11 +221,14 @@ class Broadcast:
         end = partial(sending.end, failed.error, timeout_s=plan.config.timeout_s)
         error = await asyncio.shield(asyncio.to_thread(end)) if is_asynchronous else end()
         if error is not None:
-            self.leave(why=str(error) or type(error).__name__)
-            if sending.is_under_way:
-                self._plan = None  # together with its buffers, which are still in use
+            self._give_up(sending, error)
             raise error
         self.ahead_s = time.perf_counter() - start_s
+
+    def _give_up(self, sending: Sending, error: BaseException) -> None:
+        self.leave(why=str(error) or type(error).__name__)
+        if sending.is_under_way:
+            self._plan = None  # together with its buffers, which are still in use
 
     async def _prepare(self, source: Source, job: Job, *, is_again: bool = False) -> bool:
         offer = await self._offer(source, job.config)
@@ -375,6 +374,12 @@ class Broadcast:
             self._layouts = [layout for peer in self._peers for layout in await peer.layouts()]
             self._sections = find_sections(self._layouts)
         return self._layouts
+
+
+def _wait_for_trainer(device: torch.device) -> None:
+    """Wait for what the trainer computes, which has to be there before it is read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _device_of(source: Source) -> torch.device:

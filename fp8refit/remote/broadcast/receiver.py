@@ -287,12 +287,13 @@ class Receiver:
         """
         num_bytes, device = largest_bytes(buckets), self._rank.target.live.device
         num_buffers = len(buckets) if is_ahead else min(len(buckets), NUM_BUFFERS)
-        self._buffers = kept = self._buffers[:num_buffers]
-        if len(kept) < num_buffers or any(buffer.numel() < num_bytes or buffer.device != device for buffer in kept):
-            self._buffers, kept = (), ()
+        fitting = [buffer for buffer in self._buffers if buffer.numel() >= num_bytes and buffer.device == device]
+        self._buffers = tuple(fitting[:num_buffers])
+        if lacking := num_buffers - len(self._buffers):
+            del fitting
             remedy = 'set collective.stage="during"' if is_ahead else "lower bucket_bytes"
             remedy += ", or leave the engine less memory"
-            self._buffers = take_buffers(buckets, device, remedy=remedy, count=num_buffers)
+            self._buffers += take_buffers(buckets, device, remedy=remedy, count=lacking)
         return self._buffers
 
 

@@ -171,10 +171,9 @@ class Sender:
             with clock.phase("pack"), ErrorCapture() as failed:
                 packed += self._pack(ordinal, portions, reader, known)
             error, failed.error = failed.error, None
-            if error is not None and refit is None:
-                return error
             if error is not None:
-                assert refit is not None
+                if refit is None:
+                    return error
                 communicator.send(refit, ErrorRecord.of(error).model_dump_json())
             status = Status.WEIGHTS if error is None else Status.NOTHING
             with clock.phase("begin"):

@@ -512,12 +512,8 @@ def test_a_stream_like_the_last_is_one_order_to_the_server(running):
         policy = running.cluster.make_policy(version)
         refitter.refit(**stream_of(policy))
         running.cluster.assert_holds(policy, version=version)
-    assert running.orders == [
-        "hello",
-        "pause",
-        "send 2",
-        "send 1",
-    ]  # the last for the stream's end, with which the server resumes
+    # The last for the stream's end, with which the server resumes.
+    assert running.orders == ["hello", "pause", "send 2", "send 1"]
 
 
 def stream_of(policy):
