@@ -783,8 +783,6 @@ TRANSFERS = (
 PUSHES = (OURS, "broadcast", "broadcast-1gib", "broadcast-bf16", "nccl")
 SGLANGS = (OURS, "update_weights_from_tensor-512mib", "update_weights_from_tensor-2gib")
 """Ways that pages show, in their order."""
-STANDSTILL = ("flush", "transfer", "fill", "verify", "resume")
-"""Phases in which a server answers nothing."""
 
 
 def render_ways(results: list[RefitBenchResult], ways: Iterable[str]) -> str:
@@ -886,12 +884,11 @@ def render_servers(servers: list[RefitBenchResult]) -> str:
     for found in servers:
         pushed, clients = found.other("broadcast"), found.clients
         assert clients is not None
-        still_ms = sum(pushed.phases_ms[phase] for phase in STANDSTILL)
         cells = [engine_name(found.config.engine), f"`{found.config.in_flight}`", str(pushed.wall_ms.count)]
         cells += [
             f"{clients.requests}, {clients.failed} failed",
             f"{pushed.wall_ms.median:.1f} ms",
-            f"{still_ms:.1f} ms",
+            "" if pushed.standstill_ms is None else f"{pushed.standstill_ms:.1f} ms",
         ]
         rows.append(f"| {' | '.join(cells)} |\n")
     versions = ", ".join(f"{name} {version}" for name, version in sorted(servers[0].versions.items()))
@@ -900,8 +897,8 @@ def render_servers(servers: list[RefitBenchResult]) -> str:
         f"A server of the Qwen3-8B shape on one {servers[0].gpu}, {servers[0].config.clients} clients that ask without a "
         f"break, and a trainer on another GPU, which broadcasts FP8; {versions}. With `wait` a push lets requests finish; "
         "with `keep` they continue afterwards, with `continue` without computing their KV again. Medians. "
-        "*Standstill* is the time from the flush of the caches to the resumption. Requests are all of the benchmark's, in "
-        "which three refits by mapped memory follow each push.\n\n"
+        "*Standstill* is the time in which no request could run, `RefitReport.standstill_s`. Requests are all of the "
+        "benchmark's, in which three refits by mapped memory follow each push.\n\n"
         "| | `in_flight` | pushes | requests meanwhile | push | standstill |\n| --- | --- | ---: | ---: | ---: | ---: |\n"
         f"{''.join(rows)}\nTo measure again:\n\n```bash\n{commands}\n```\n"
     )

@@ -75,6 +75,10 @@ class RankReport(BaseModel, frozen=True):
     flush_s: float = 0.0
     """Seconds spent dropping caches, if the engine was told to do that and write in one order; 0 if it did both at
     once."""
+    pause_s: float = 0.0
+    """Seconds until requests had stopped, if that was in the same order, too."""
+    still_s: float = 0.0
+    """Seconds from then until they ran again, if the engine did all of that by itself; otherwise 0."""
 
 
 class RefitReport(BaseModel, frozen=True):
@@ -101,6 +105,10 @@ class RefitReport(BaseModel, frozen=True):
     time, if that is sent together with the write. `fill` ends when everything is launched, `verify` when the device has
     finished and its status word is read. `kv` measures and writes KV-cache scales. `resume` admits requests again; a
     server does that with the write, in `transfer`."""
+    standstill_s: float = 0.0
+    """Seconds in which no request could run: from the end of `pause` to that of `resume` on the driver's clock, or on the
+    engine's own if it stops requests and lets them run again in one step. That is what vLLM's AsyncLLM and servers do with
+    `in_flight="keep"` and `"continue"`, if the policy is announced as the last one was."""
     fill_device_s: float | None = None
     """Seconds between the first and the last byte written, on the device's own clock; None on a CPU."""
     extra_bytes: int = 0
@@ -177,6 +185,7 @@ class RefitReport(BaseModel, frozen=True):
             "num_kept": len(self.kept),
             "gb_per_s": self.gb_per_s,
             "total_s": self.total_s,
+            "standstill_s": self.standstill_s,
             **{f"{phase}_s": seconds for phase, seconds in self.phases_s.items()},
             **{f"changed_{kind}": num / of for kind, (num, of) in self.changed.items()},
         }
@@ -336,7 +345,9 @@ class PhaseClock:
 
 def longest_phases(ranks: Sequence[RankReport]) -> dict[str, float]:
     """Seconds in each phase of a transfer, as measured by the rank that was slowest in it."""
+    pause_s = max(rank.pause_s for rank in ranks)
     phases_s = {
+        **({"pause": pause_s} if pause_s else {}),
         "flush": max(rank.flush_s for rank in ranks),
         "fill": max(rank.fill_s for rank in ranks),
         "verify": max(rank.verify_s for rank in ranks),

@@ -218,8 +218,7 @@ def test_layouts_say_it_if_a_rank_did_not_equal_a_fresh_one():
 
 def test_a_server_is_rendered_beside_its_requests_and_how_long_it_stands_still():
     served = RENDERER.read_refits()["server"]
-    phases = dict.fromkeys(("plan", "pause", *RENDERER.STANDSTILL), 7.0)
-    pushed = served.other("broadcast").model_copy(update={"phases_ms": phases})
+    pushed = served.other("broadcast").model_copy(update={"standstill_ms": 35.0})
     clients = served.clients.model_copy(update={"requests": 900, "failed": 3})
     said = RENDERER.render_servers([served.model_copy(update={"others": (pushed,), "clients": clients})])
     pushes = f"{pushed.wall_ms.count} | 900, 3 failed | {pushed.wall_ms.median:.1f} ms"

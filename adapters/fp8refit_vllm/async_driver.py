@@ -17,7 +17,7 @@ from fp8refit.remote.protocol.channel import Answers, Channel, send_in_turn
 from fp8refit.transport.running import begun
 from fp8refit_vllm.compat import token_ids
 from fp8refit_vllm.core import CORE_METHOD, SET_APART_METHOD, Outcome
-from fp8refit_vllm.core_compat import check_continues, pause_generation, until_answered
+from fp8refit_vllm.core_compat import check_continues, is_frozen, pause_generation, until_answered
 from fp8refit_vllm.driver import (
     channel_lost,
     error_of,
@@ -53,7 +53,7 @@ class AsyncDriver(Driver, Channel):
         self._ref = weakref.ref(llm)
         self._method = method
         self._gate: LlmGate | None = None
-        self._was_paused = False
+        self._was_paused = self._is_stopped = False
         self._timeout_s, self._in_flight = RefitConfig().timeout_s, RefitConfig().in_flight
         self._published: int | None = None
         self.config = llm.vllm_config
@@ -71,7 +71,10 @@ class AsyncDriver(Driver, Channel):
 
     @override
     async def pause(self, config: RefitConfig) -> int:
-        """Stop the scheduler. New requests wait at our gate, where they are refused if the refit fails."""
+        """Stop the scheduler. New requests wait at our gate, where they are refused if the refit fails.
+
+        Requests that are frozen run on until the caches are dropped, or until the core stops them for two messages.
+        """
         self._timeout_s, self._in_flight = config.timeout_s, config.in_flight
         if config.in_flight == "continue":
             self._check_continues()
@@ -81,20 +84,35 @@ class AsyncDriver(Driver, Channel):
         refused_because = self._gate.reason if self._gate is not None else None
         num_unfinished = self._num_unfinished
         self._close_gate()
+        if is_frozen(config.in_flight) and self._call_core is not None and not is_paused:
+            return num_unfinished
         try:
-            await self._answer(pause_generation(self._llm, config.in_flight), config.timeout_s)
-        except BaseException as error:
+            await self._stop()
+        except BaseException:
             # Also on cancellation: no request may be left waiting at a gate that nobody will open.
             if refused_because is not None:
                 self._close_gate().refuse(refused_because)
             else:
                 await self.resume()
-            if isinstance(error, TimeoutError) and not self._llm.errored:
-                raise still_running(num_unfinished, config.timeout_s) from None
-            if isinstance(error, Exception):
-                raise await self._dying_or(error) from error
             raise
         return self._num_unfinished if config.in_flight == "wait" else num_unfinished
+
+    async def _stop(self) -> None:
+        """Stop the scheduler.
+
+        Raises:
+            EngineBusyError: Requests did not finish in time.
+            RefitError: See `_ask`.
+        """
+        num_unfinished, self._is_stopped = self._num_unfinished, True
+        try:
+            await self._answer(pause_generation(self._llm, self._in_flight), self._timeout_s)
+        except TimeoutError as error:
+            if self._llm.errored:
+                raise await self._dying_or(error) from error
+            raise still_running(num_unfinished, self._timeout_s) from None
+        except Exception as error:
+            raise await self._dying_or(error) from error
 
     def _check_continues(self) -> None:
         """Check that KV of running requests can be kept from others; see `set_apart_in_core`."""
@@ -107,16 +125,21 @@ class AsyncDriver(Driver, Channel):
         """Let requests continue, unless the user had paused the scheduler before the refit."""
         if self._gate is None:
             return
-        if not self._was_paused:
+        if self._is_stopped and not self._was_paused:
             await self._ask(type(self._llm).resume_generation(self._llm))
+        self._is_stopped = False
         self._gate.open()
         self._gate = None  # only now: an interrupt before this line must leave a gate that a later call can open
 
     @override
     async def refuse(self, reason: str) -> None:
-        """Refuse requests. The scheduler stays paused, because requests it still holds must not run."""
+        """Refuse requests. The scheduler is paused, because requests it still holds must not run."""
+        still_runs = self._still_runs
         self._close_gate().refuse(reason)
         if not self._llm.errored:
+            with contextlib.suppress(RefitError):
+                if still_runs:
+                    await self._stop()
             with contextlib.suppress(RefitError):
                 await self._ask(self._llm.abort(list(self._llm.output_processor.request_states), internal=True))
 
@@ -124,6 +147,8 @@ class AsyncDriver(Driver, Channel):
     async def flush_caches(self) -> None:
         """Drop caches. The KV cache of requests that were kept is recomputed; of those that continue, it is set apart."""
         llm = self._llm
+        if self._still_runs:
+            await self._stop()
         if self._in_flight == "continue":
             dropped = llm.engine_core.call_utility_async(SET_APART_METHOD)
         else:
@@ -160,16 +185,20 @@ class AsyncDriver(Driver, Channel):
         if call_core is None:
             answers = send_in_turn(self._call, self.flush_caches, messages, timeouts_s)
         else:
-            arguments = self._method, *messages, tuple(timeouts_s), has_connector(self.config), self._in_flight
-            answers = self._hear(call_core(CORE_METHOD, *arguments), sum(timeouts_s) + self._timeout_s)
+            stops = self._still_runs
+            arguments = self._method, *messages, tuple(timeouts_s), has_connector(self.config), self._in_flight, stops
+            answers = self._hear(call_core(CORE_METHOD, *arguments), sum(timeouts_s) + 2 * self._timeout_s, stops=stops)
         return await begun(answers, num_steps=_STEPS_TO_SEND) if begins else answers
 
     async def _call(self, message: str, timeout_s: float) -> Sequence[str]:
         return await self._ask_ranks(self._llm.collective_rpc(self._method, timeout_s, (message,)), timeout_s)
 
-    async def _hear(self, called: Awaitable[Sequence[Any]], timeout_s: float) -> Answers:
+    async def _hear(self, called: Awaitable[Sequence[Any]], timeout_s: float, *, stops: bool) -> Answers:
+        self._is_stopped |= stops  # as far as known
         outcome = Outcome(*await self._ask_ranks(called, timeout_s))
         self._published = outcome.version or None
+        if stops:
+            self._is_stopped = outcome.is_stopped
         return to_answers(outcome)
 
     @property
@@ -184,6 +213,11 @@ class AsyncDriver(Driver, Channel):
             return await self._ask(call, timeout_s)
         except RankFailedError as error:
             raise channel_lost(error) from error
+
+    @property
+    def _still_runs(self) -> bool:
+        """Whether requests run on after `pause`."""
+        return self._gate is not None and not self._is_stopped and is_frozen(self._in_flight)
 
     @property
     def _num_unfinished(self) -> int:

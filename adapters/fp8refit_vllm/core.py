@@ -1,4 +1,5 @@
-"""Runs in vLLM's engine core: prepare on every rank, drop caches, write on every rank, all in one exchange.
+"""Runs in vLLM's engine core: prepare on every rank, stop requests, drop caches, write on every rank, and let requests run
+again, all in one exchange.
 
 A round trip to a core in another process costs more than most steps of a refit, and dropping the caches block by block
 costs as much again. `worker.register` adds `carry_out` to the core's class.
@@ -6,11 +7,14 @@ costs as much again. `worker.register` adds `carry_out` to the core's class.
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from fp8refit.remote.protocol.messages import have_done
-from fp8refit_vllm.core_compat import begin_call, is_cache_idle, publish_in_core, set_apart_in_core
+from pydantic import ValidationError
+
+from fp8refit.remote.protocol.messages import common_version, have_done
+from fp8refit_vllm.core_compat import begin_call, is_cache_idle, publish_in_core, set_apart_in_core, stop_requests
 
 CORE_METHOD = "fp8refit_pair"
 SET_APART_METHOD = "fp8refit_set_apart"
@@ -31,6 +35,12 @@ class Outcome(NamedTuple):
     """Policy version that every rank committed and that the core's outputs now carry; 0 if none."""
     said: str = ""
     """The error that dropping the caches raised, as text."""
+    pause_s: float = 0.0
+    """Seconds until the step ended that was running when the core stopped requests."""
+    still_s: float = 0.0
+    """Seconds from then until the core let requests run again; 0 if it has not, or did not stop them."""
+    is_stopped: bool = False
+    """Whether the core has stopped requests, and they are stopped still."""
 
 
 def carry_out(
@@ -41,11 +51,13 @@ def carry_out(
     timeouts_s: Sequence[float],
     has_connector: bool,
     in_flight: str,
-) -> list[Any]:
+    stops: bool = False,
+) -> "list[Any] | Future[list[Any]]":
     """Send `first` to every rank. If all succeed, drop the caches and send `second`.
 
     If no request uses the caches, dropping them cannot fail: then workers in other processes get `second` at once, and
-    the core drops the caches meanwhile. Otherwise the caches are dropped first. Returns an `Outcome` as a list.
+    the core drops the caches meanwhile. Otherwise the caches are dropped first. Returns an `Outcome` as a list, or a future
+    of it.
 
     Args:
         core: vLLM's engine core.
@@ -56,26 +68,53 @@ def carry_out(
         has_connector: Whether a KV connector also keeps KV outside the engine.
         in_flight: Of the driver's `RefitConfig`; empty if no request can be running. With `keep`, KV is recomputed. With
             `continue`, it stays, apart from that of later requests.
+        stops: Whether requests run, and are stopped once all ranks have succeeded with `first`. They run again if all ranks
+            have committed a policy by `second`.
     """
     answers = core.collective_rpc(method, timeouts_s[0], (first,))
     if not have_done(answers, first):
         return list(Outcome("refused", answers))
+    write = partial(_drop_and_send, core, method, second, timeouts_s[1], has_connector, in_flight)
+    if not stops:
+        return list(write())
+
+    def write_and_go_on(pause_s: float) -> list[Any]:
+        start_s, outcome = time.perf_counter(), write()
+        if not _is_committed(outcome, second):
+            return list(outcome._replace(pause_s=pause_s, is_stopped=True))
+        core.resume_scheduler()
+        return list(outcome._replace(pause_s=pause_s, still_s=time.perf_counter() - start_s))
+
+    return stop_requests(core, write_and_go_on)
+
+
+def _drop_and_send(
+    core: Any, method: str, second: str, timeout_s: float, has_connector: bool, in_flight: str
+) -> Outcome:
     drop = partial(core.reset_prefix_cache, bool(in_flight), has_connector)
     if in_flight == "continue":
         drop = partial(set_apart_in_core, core)
     is_idle = not has_connector and is_cache_idle(core)
-    wait = begin_call(core.model_executor, method, timeouts_s[1], second) if is_idle else None
+    wait = begin_call(core.model_executor, method, timeout_s, second) if is_idle else None
     if wait is not None:
         is_empty, _, said = _try_to(drop)
         answers = wait()
         if not is_empty:
-            return list(Outcome("stale", answers, said=said))
-        return list(Outcome("done", answers, version=_publish(core, answers, second)))
+            return Outcome("stale", answers, said=said)
+        return Outcome("done", answers, version=_publish(core, answers, second))
     is_empty, flush_s, said = _try_to(drop)
     if not is_empty:
-        return list(Outcome("kept", [], flush_s, said=said))
-    answers = core.collective_rpc(method, timeouts_s[1], (second,))
-    return list(Outcome("done", answers, flush_s, _publish(core, answers, second)))
+        return Outcome("kept", [], flush_s, said=said)
+    answers = core.collective_rpc(method, timeout_s, (second,))
+    return Outcome("done", answers, flush_s, _publish(core, answers, second))
+
+
+def _is_committed(outcome: Outcome, request: str) -> bool:
+    """Whether all ranks have committed one policy by the request, and the caches of the last one are gone."""
+    try:
+        return outcome.ended == "done" and common_version(outcome.answers, if_written_by=request) is not None
+    except ValidationError:  # the driver reads the answers, too, and says so
+        return False
 
 
 def _try_to(drop: Callable[[], bool]) -> tuple[bool, float, str]:

@@ -33,16 +33,20 @@ _REFUSED = "fp8refit: "
 """Prefix of the stop reason of a request that an engine core refused."""
 
 
+def is_frozen(mode: str) -> bool:
+    """Whether running requests stay in the engine core while it is paused. `mode` is a `RefitConfig.in_flight`."""
+    return mode in ("keep", "continue")
+
+
 async def pause_generation(llm: Any, mode: str) -> None:
     """Pause like `AsyncLLM.pause_generation`, without dropping caches. `mode` is a `RefitConfig.in_flight`.
 
     vLLM's own method ends with a fixed sleep for the last outputs, which is longer than most refits. This one returns
     as soon as they have arrived.
     """
-    is_frozen = mode in ("keep", "continue")
-    await llm.engine_core.pause_scheduler_async(mode="keep" if is_frozen else mode, clear_cache=False)
+    await llm.engine_core.pause_scheduler_async(mode="keep" if is_frozen(mode) else mode, clear_cache=False)
     deadline_s = time.monotonic() + _LAST_OUTPUTS_S
-    while not is_frozen and llm.output_processor.get_num_unfinished_requests() and time.monotonic() < deadline_s:
+    while not is_frozen(mode) and llm.output_processor.get_num_unfinished_requests() and time.monotonic() < deadline_s:
         await asyncio.sleep(_LOOK_S)
 
 
@@ -158,6 +162,28 @@ def _pools_of(core: Any) -> list[Any]:
     """An engine core's pools of KV blocks."""
     managers = core.scheduler.kv_cache_manager.coordinator.single_type_managers
     return list({id(manager.block_pool): manager.block_pool for manager in managers}.values())
+
+
+def stop_requests(core: Any, then: Callable[[float], T]) -> "T | Future[T]":
+    """Let no request of an engine core run once its current step has ended, and call `then` with the seconds that took.
+
+    Returns what `then` does, or a future of it. vLLM answers the client that called once the future is done.
+    """
+    start_s = time.perf_counter()
+    stopped = core.pause_scheduler("keep", False)
+    if not isinstance(stopped, Future):
+        return then(time.perf_counter() - start_s)
+    found: Future[T] = Future()
+
+    def go_on(stopped: "Future[None]") -> None:
+        try:
+            stopped.result()
+            found.set_result(then(time.perf_counter() - start_s))
+        except Exception as error:  # noqa: BLE001 - the future would drop it
+            found.set_exception(error)
+
+    stopped.add_done_callback(go_on)
+    return found
 
 
 def set_apart_in_core(core: Any) -> bool:

@@ -95,7 +95,13 @@ def to_answers(outcome: Outcome) -> Answers:
         )
     if outcome.ended == "kept":
         raise kept(outcome.said)
-    return Answers(said=outcome.answers, is_refused=outcome.ended == "refused", flush_s=outcome.flush_s)
+    return Answers(
+        said=outcome.answers,
+        is_refused=outcome.ended == "refused",
+        pause_s=outcome.pause_s,
+        flush_s=outcome.flush_s,
+        still_s=outcome.still_s,
+    )
 
 
 class SyncDriver(Driver, Channel):

@@ -94,6 +94,8 @@ class StrategyResult(BaseModel, frozen=True):
     """The first time, if it was not counted."""
     phases_ms: dict[str, float] = {}
     """Medians of what a report says, if there is one."""
+    standstill_ms: float | None = None
+    """The median of how long the engine ran no request, if there is a report."""
     peak_extra_bytes: int
     """Additional GPU memory in the trainer's process, which may include ranks."""
     is_repeatable: bool
@@ -311,9 +313,9 @@ class _Bench:
         finally:
             strategy.undo()
         fingerprints = tuple(self._refitter.fingerprints())
-        phases_s = report.phases_s if isinstance(report, RefitReport) else {}
-        extra_bytes = max(extra_bytes, report.extra_bytes if isinstance(report, RefitReport) else 0)
-        return _Run(seed=seed, wall_ms=wall_ms, extra_bytes=extra_bytes, fingerprints=fingerprints, phases_s=phases_s)
+        told = report if isinstance(report, RefitReport) else None
+        extra_bytes = max(extra_bytes, told.extra_bytes if told is not None else 0)
+        return _Run(seed=seed, wall_ms=wall_ms, extra_bytes=extra_bytes, fingerprints=fingerprints, report=told)
 
     def _run_other(self, strategy: Strategy) -> tuple[float, int, object]:
         """Return milliseconds from call to return, the peak of additional memory, and what it returned."""
@@ -386,14 +388,17 @@ class _Bench:
 
     def _other_result(self, strategy: Strategy, runs: Sequence["_Run"]) -> StrategyResult:
         first = {run.seed: run.fingerprints for run in reversed(runs)}
+        reports = [run.report for run in runs if run.report is not None]
         return StrategyResult(
             name=strategy.name,
             summary=strategy.summary,
             wall_ms=Percentiles.of([run.wall_ms for run in runs]),
             first_ms=self._firsts_ms.get(strategy.name),
             phases_ms={
-                name: 1e3 * statistics.median(run.phases_s.get(name, 0.0) for run in runs) for name in runs[-1].phases_s
+                name: 1e3 * statistics.median(report.phases_s.get(name, 0.0) for report in reports)
+                for name in (reports[-1].phases_s if reports else ())
             },
+            standstill_ms=1e3 * statistics.median(report.standstill_s for report in reports) if reports else None,
             peak_extra_bytes=max(run.extra_bytes for run in runs),
             is_repeatable=strategy.loads is Loads.NOTHING or all(run.fingerprints == first[run.seed] for run in runs),
             loads=strategy.loads,
@@ -406,7 +411,7 @@ class _Run(BaseModel, frozen=True):
     wall_ms: float
     extra_bytes: int
     fingerprints: tuple[str, ...]
-    phases_s: dict[str, float]
+    report: RefitReport | None
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The timed steps of one refit. In the end the engine serves a whole policy or refuses requests."""
 
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from textwrap import shorten
 from typing import TypeVar
@@ -84,6 +85,7 @@ class Attempt:
             with clock.phase("flush"):
                 if not drops_caches:
                     await engine.flush_caches()
+        since_s = time.perf_counter() - clock.phases_s.get("flush", 0.0)
         try:
             with clock.phase("transfer"):
                 written = await ranks.write(driver_error=busy.error)
@@ -94,7 +96,12 @@ class Attempt:
         with clock.phase("resume"):
             await self.resume()
         report = RefitReport.of(
-            written, version=ranks.version, engine=engine.name, phases_s=clock.phases_s, num_interrupted=num_interrupted
+            written,
+            version=ranks.version,
+            engine=engine.name,
+            phases_s=clock.phases_s,
+            standstill_s=max(rank.still_s for rank in written) or time.perf_counter() - since_s,
+            num_interrupted=num_interrupted,
         )
         logger.info("%s", report.summary())
         return report

@@ -4,17 +4,19 @@ import asyncio
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
 from fp8refit_vllm.async_driver import AsyncDriver
-from fp8refit_vllm.core import CORE_METHOD, carry_out
+from fp8refit_vllm.core import CORE_METHOD, Outcome, carry_out
 from fp8refit_vllm.driver import SyncDriver
 from fp8refit_vllm.worker import EXTENSION_METHOD, PLUGIN_METHOD
 
 from fp8refit import CacheFlushError, EngineLostError
 from fp8refit.remote.protocol.messages import Do, Reply, Request
+from fp8refit.report import RankReport
 from fp8refit.transport.vote import ErrorRecord
 
 FIRST, SECOND = (Request(id=name, order=Do(step="hello")).encode() for name in ("first", "second"))
@@ -30,6 +32,8 @@ class Core:
         self.replies = {"first": [{}, {}], "second": [{"version": 5}, {"version": 5}]}
         self.is_empty = True
         self.raises = {}
+        self.stopped = None
+        """What `pause_scheduler` returns: a future, if a step is running."""
 
     def collective_rpc(self, method, timeout_s, arguments):
         (message,) = arguments
@@ -46,6 +50,13 @@ class Core:
 
     def set_weight_version(self, version):
         self.note("version", version)
+
+    def pause_scheduler(self, mode, clears_caches):
+        self.note("stop", mode, clears_caches)
+        return self.stopped
+
+    def resume_scheduler(self):
+        self.note("go on")
 
     def begin_call(self, method, timeout_s, message):
         """As `core_compat.begin_call` does where the workers run in other processes."""
@@ -419,6 +430,86 @@ def running(core):
     core.scheduler = SimpleNamespace(kv_cache_manager=cache, requests=dict(enumerate(requests)))
     core.pool = pool
     return requests
+
+
+WRITTEN = {
+    "version": 5,
+    "reports": (RankReport(num_tensors=1, bytes_read=2, bytes_written=3, fill_s=0.0, verify_s=0.0),),
+}
+STOPPED = [BOTH[0], ("stop", "keep", False), BOTH[1], BOTH[2], ("version", "5")]
+PAIR = PLUGIN_METHOD, FIRST, SECOND, TIMEOUTS_S, True, "keep", True
+
+
+@pytest.fixture
+def dropping(core, monkeypatch):
+    """Only what comes before and after the drop of caches is looked at."""
+    monkeypatch.setattr(core, "reset_prefix_cache", lambda *_: core.note(*BOTH[1]) or core.is_empty)
+
+
+@pytest.mark.usefixtures("dropping")
+def test_a_core_stops_requests_and_lets_them_run_again_with_the_commit(core):
+    core.replies["second"] = [WRITTEN, WRITTEN]
+    outcome = Outcome(*carry_out(core, *PAIR))
+    assert core.events == [*STOPPED, ("go on",)]
+    assert outcome.still_s > outcome.flush_s > 0 and not outcome.is_stopped
+
+
+@pytest.mark.usefixtures("dropping")
+def test_a_core_waits_for_its_step_before_it_drops_caches(core):
+    core.stopped, core.replies["second"] = Future(), [WRITTEN, WRITTEN]
+    answer = carry_out(core, *PAIR)
+    assert core.events == STOPPED[:2] and not answer.done()
+    time.sleep(0.02)
+    core.stopped.set_result(None)
+    outcome = Outcome(*answer.result(0))
+    assert core.events == [*STOPPED, ("go on",)]
+    assert outcome.pause_s >= 0.02 and outcome.still_s > 0
+
+
+@pytest.mark.usefixtures("dropping")
+@pytest.mark.parametrize(
+    "replies",
+    [
+        [{"version": 5}, {"version": 5}],
+        [WRITTEN, WRITTEN | {"version": 4}],
+        [WRITTEN, WRITTEN | {"is_dirty": True}],
+        [WRITTEN, WRITTEN | {"id": "an earlier one"}],
+        [WRITTEN, {"error": ErrorRecord(kind="RankFailedError", message="it failed")}],
+        [WRITTEN, "rubbish"],
+    ],
+    ids=["nothing written", "versions differ", "dirty", "an earlier answer", "failed", "rubbish"],
+)
+def test_requests_stay_stopped_unless_every_rank_has_committed_one_policy(replies, core):
+    core.replies["second"] = replies
+    outcome = Outcome(*carry_out(core, *PAIR))
+    assert outcome.is_stopped and outcome.still_s == 0.0
+    assert ("go on",) not in core.events
+
+
+@pytest.mark.usefixtures("dropping")
+def test_requests_stay_stopped_while_caches_stay(core):
+    core.is_empty = False
+    outcome = Outcome(*carry_out(core, *PAIR))
+    assert (outcome.ended, outcome.is_stopped) == ("kept", True)
+    assert core.events == STOPPED[:3]
+
+
+def test_requests_run_on_if_a_rank_refuses(core):
+    core.replies["first"][1] = "rubbish"
+    outcome = Outcome(*carry_out(core, *PAIR))
+    assert (outcome.ended, outcome.is_stopped) == ("refused", False)
+    assert core.events == BOTH[:1]
+
+
+@pytest.mark.usefixtures("dropping")
+@pytest.mark.parametrize("waits", [False, True])
+def test_whoever_called_a_core_hears_what_a_worker_raised(waits, core):
+    core.raises["go on"], core.replies["second"] = RuntimeError("of the scheduler"), [WRITTEN, WRITTEN]
+    core.stopped = Future() if waits else None
+    with pytest.raises(RuntimeError, match="of the scheduler"):
+        answer = carry_out(core, *PAIR)
+        core.stopped.set_result(None)
+        answer.result(0)
 
 
 def test_requests_that_go_on_with_their_kv_get_hashes_that_no_other_can_have(core, running):

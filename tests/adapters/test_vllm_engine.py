@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from fp8refit_vllm import VllmEngine
 from fp8refit_vllm.async_driver import AsyncDriver
+from fp8refit_vllm.core import CORE_METHOD, Outcome
 from fp8refit_vllm.gate import LlmGate
 from fp8refit_vllm.worker import PLUGIN_METHOD
 
@@ -241,6 +242,99 @@ def test_an_engine_whose_requests_cannot_go_on_with_their_cache_says_why(method,
         with pytest.raises(UnsupportedEngineError, match=f'in_flight="continue": {why}.*; choose "keep"'):
             await driver.pause(RefitConfig(in_flight="continue"))
         assert llm.is_running and "add_request" not in vars(llm)
+
+    asyncio.run(steps())
+
+
+class ServingAsyncLLM(QuietAsyncLLM):
+    """An AsyncLLM whose core takes two messages in one exchange. `commits`: whether it lets requests run again then."""
+
+    def __init__(self, *, commits=True):
+        super().__init__()
+        self.commits, self.calls = commits, []
+
+    async def call_utility_async(self, method, *arguments):
+        stops = arguments[-1]
+        self.calls.append((method, self.is_running, stops))
+        if stops:
+            self.is_running = self.commits
+        return list(Outcome("done", ["first", "second"], is_stopped=stops and not self.commits))
+
+    async def pause_scheduler_async(self, *, mode, clear_cache):
+        self.calls.append((mode, self.is_running, None))
+        await super().pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+
+    async def resume_generation(self):
+        self.calls.append(("resume", self.is_running, None))
+        await super().resume_generation()
+
+    async def reset_prefix_cache(self, reset_running_requests, reset_connector):
+        self.calls.append(("flush", self.is_running, None))
+        return True
+
+
+async def pair(driver):
+    await (await driver.send(("first", "second"), (1.0, 1.0), begins=False))
+
+
+def test_frozen_requests_run_until_the_core_stops_them_and_after_it_has_committed():
+    async def steps():
+        llm = ServingAsyncLLM()
+        driver = AsyncDriver(llm, PLUGIN_METHOD)
+        await driver.pause(RefitConfig(in_flight="keep"))
+        late = asyncio.create_task(llm.add_request())
+        await asyncio.sleep(0)
+        assert llm.is_running and not late.done()
+        await pair(driver)
+        await driver.resume()
+        assert await asyncio.wait_for(late, 10) == "admitted"
+        assert llm.calls == [(CORE_METHOD, True, True)]
+
+    asyncio.run(steps())
+
+
+def test_a_core_that_has_not_committed_is_told_to_go_on_by_the_driver():
+    """A stream has only begun with the second message."""
+
+    async def steps():
+        llm = ServingAsyncLLM(commits=False)
+        driver = AsyncDriver(llm, PLUGIN_METHOD)
+        await driver.pause(RefitConfig(in_flight="continue"))
+        await pair(driver)
+        await pair(driver)
+        await driver.resume()
+        assert llm.calls == [(CORE_METHOD, True, True), (CORE_METHOD, False, False), ("resume", False, None)]
+        assert llm.is_running
+
+    asyncio.run(steps())
+
+
+def test_frozen_requests_are_stopped_before_caches_are_dropped_and_before_they_are_refused():
+    async def steps():
+        llm = ServingAsyncLLM()
+        driver = AsyncDriver(llm, PLUGIN_METHOD)
+        await driver.pause(RefitConfig(in_flight="keep"))
+        await driver.flush_caches()
+        await pair(driver)
+        assert llm.calls == [("keep", True, None), ("flush", False, None), (CORE_METHOD, False, False)]
+        await driver.resume()
+        llm.calls.clear()
+        await driver.pause(RefitConfig(in_flight="keep"))
+        await driver.refuse("half written")
+        assert llm.calls == [("keep", True, None)]
+        await driver.pause(RefitConfig(in_flight="keep"))  # it is stopped now: again, at once
+        await driver.resume()
+        assert llm.calls[1:] == [("keep", False, None), ("resume", False, None)]
+
+    asyncio.run(steps())
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "abort"])
+def test_requests_that_end_are_waited_for_at_once(in_flight):
+    async def steps():
+        llm = ServingAsyncLLM()
+        await AsyncDriver(llm, PLUGIN_METHOD).pause(RefitConfig(in_flight=in_flight))
+        assert llm.calls == [(in_flight, True, None)]
 
     asyncio.run(steps())
 

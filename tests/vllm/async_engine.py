@@ -57,7 +57,9 @@ async def refit_under_way(subject: AsyncSubject, policy: dict, calibration: Any 
     error = refit.exception()
     found["refit"] = {"error": type(error).__name__, "message": str(error)} if error is not None else None
     if error is None:
-        found |= {"version": refit.result().version, "num_interrupted": refit.result().num_interrupted}
+        report = refit.result()
+        found |= {"version": report.version, "num_interrupted": report.num_interrupted}
+        found |= {"standstill_s": report.standstill_s, "still_s": report.ranks[0].still_s, "total_s": report.total_s}
     elif not isinstance(error, RefitError):
         raise error
     return found | {"running": [outcome(task) for task in running], "late": outcome(late)}

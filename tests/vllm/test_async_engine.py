@@ -69,6 +69,14 @@ def test_abort_ends_running_requests_with_what_they_have(found, old):
         assert 0 < len(request["tokens"]) < len(undisturbed)
 
 
+def test_the_core_itself_stops_frozen_requests_and_lets_them_go_on(found):
+    for mode in ("keep", "continue"):
+        report = found[f"in flight: {mode}"]
+        assert 0 < report["still_s"] == report["standstill_s"] < report["total_s"]
+    waited = found["in flight: wait"]
+    assert waited["still_s"] == 0 < waited["standstill_s"] < waited["total_s"]
+
+
 @pytest.mark.parametrize("mode", ["keep", "continue"])
 def test_a_frozen_request_goes_on_under_the_new_policy_and_every_token_says_whose_it_is(mode, found, old):
     kept = found[f"in flight: {mode}"]

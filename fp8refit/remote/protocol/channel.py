@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from textwrap import shorten
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeAlias, TypeVar
 
 from pydantic import ValidationError
 
@@ -18,6 +18,7 @@ from fp8refit.report import RankReport
 from fp8refit.transport.vote import merge_errors
 
 T = TypeVar("T")
+EngineTime: TypeAlias = Literal["pause_s", "flush_s", "still_s"]
 
 NUM_VOTES = 3
 """Largest number of votes in one order: prepare, calibration, and a write that sets KV scales."""
@@ -38,8 +39,18 @@ class Answers:
     """Answers to the last message; or to the first of two, if a rank failed it and the second was not sent."""
     is_refused: bool = False
     """Whether a rank failed the first of two messages."""
+    pause_s: float = 0.0
+    """Seconds until requests had stopped, if the engine stopped them by itself between two messages."""
     flush_s: float = 0.0
     """Seconds that the ranks waited while the engine dropped its caches."""
+    still_s: float = 0.0
+    """Seconds from when it had stopped them until it let them run again, if it did both."""
+
+    @property
+    def times_s(self) -> dict[EngineTime, float]:
+        """What is known of the above, as `RankReport` has it."""
+        times_s: dict[EngineTime, float] = {"pause_s": self.pause_s, "flush_s": self.flush_s, "still_s": self.still_s}
+        return {name: seconds for name, seconds in times_s.items() if seconds}
 
 
 class Channel(Protocol):
@@ -132,7 +143,7 @@ class RankClient:
         self.has_refused = False
         """Whether the last exchange of two orders ended after the first."""
         self.lost_because: str | None = None
-        self._flush_s = 0.0
+        self._times_s: dict[EngineTime, float] = {}
 
     async def handshake(self) -> None:
         """Identify the ranks, once.
@@ -180,7 +191,7 @@ class RankClient:
     ) -> Awaitable[list[Reply]]:
         self._check_is_there()
         if isinstance(orders[0], messages.Prepare):
-            self._flush_s, self.has_refused = 0.0, False
+            self._times_s, self.has_refused = {}, False
         requests = [Request(id=uuid.uuid4().hex, order=order) for order in orders]
         timeouts_s = [*map(self._timeout_s, orders[:-1]), self._timeout_s(orders[-1], num_votes)]
         texts = [request.encode() for request in requests]
@@ -191,10 +202,11 @@ class RankClient:
         self.refit, self.version, self.is_dirty, self.num_ranks, self.lost_because = "", 0, False, 0, None
 
     def reports(self, replies: Sequence[Reply]) -> Sequence[RankReport]:
-        """The ranks' reports, with the time the engine spent dropping caches."""
-        if not self._flush_s:
+        """The ranks' reports, with the times that their engine took for the rest."""
+        if not self._times_s:
             return replies[0].reports
-        return [report.model_copy(update={"flush_s": self._flush_s}) for report in replies[0].reports]
+        times_s: dict[str, float] = dict(self._times_s.items())
+        return [report.model_copy(update=times_s) for report in replies[0].reports]
 
     def check_is_one_policy(self, replies: Sequence[Reply]) -> None:
         """Check that every rank committed the same version.
@@ -212,7 +224,7 @@ class RankClient:
         async def replies() -> list[Reply]:
             answers = await sent
             if len(requests) > 1:
-                self._flush_s, self.has_refused = answers.flush_s, answers.is_refused
+                self._times_s, self.has_refused = answers.times_s, answers.is_refused
             return _replies(answers.said, requests[0 if answers.is_refused else -1])
 
         return self._judge(await self._reach(replies()))

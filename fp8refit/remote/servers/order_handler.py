@@ -141,7 +141,7 @@ class OrderHandler:
             return Answer(
                 said=tuple(answers.said),
                 is_refused=answers.is_refused,
-                flush_s=answers.flush_s,
+                times_s=answers.times_s,
                 is_resumed=is_resumed,
             )
         if isinstance(order, orders.Tokenize):

@@ -21,10 +21,11 @@ from pydantic import (
 from fp8refit import __version__
 from fp8refit.config import RefitConfig, Wait
 from fp8refit.errors import RankFailedError, UnsupportedEngineError
+from fp8refit.remote.protocol.channel import EngineTime
 from fp8refit.remote.protocol.messages import Message, Place, first_problem
 from fp8refit.transport.vote import ErrorRecord
 
-PROTOCOL: Final = 6
+PROTOCOL: Final = 7
 """Version of these messages; both sides must use the same."""
 MAX_BYTES = 1 << 28
 """Maximum size of an answer."""
@@ -196,7 +197,7 @@ class Caller(Message):
 class OrderRequest(Message):
     """One order of one driver."""
 
-    protocol: Literal[6] = PROTOCOL
+    protocol: Literal[7] = PROTOCOL
     driver: Caller
     order: AnyOrder
 
@@ -241,7 +242,7 @@ class Answer(Message):
     """The ranks' answers, in rank order."""
     is_refused: bool = False
     """See `fp8refit.remote.protocol.channel.Answers`."""
-    flush_s: float = 0.0
+    times_s: dict[EngineTime, float] = Field(default_factory=dict)
     """See `fp8refit.remote.protocol.channel.Answers`."""
     is_resumed: bool = False
     """Whether requests run again, under the policy that the ranks have committed."""

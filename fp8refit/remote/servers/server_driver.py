@@ -107,7 +107,7 @@ class ServerDriver(ControlPlane, Channel):
         flush_s = self._timeout_s if len(messages) > 1 else 0.0
         answer = await self._post(order, sum(timeouts_s) + flush_s)
         self._is_resumed |= answer.is_resumed
-        return Answers(said=answer.said, is_refused=answer.is_refused, flush_s=answer.flush_s)
+        return Answers(said=answer.said, is_refused=answer.is_refused, **answer.times_s)
 
     async def _post(self, order: AnyOrder, timeout_s: float | None = None) -> Answer:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s

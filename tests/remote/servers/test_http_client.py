@@ -340,7 +340,7 @@ def test_an_order_shows_its_protocol_and_the_token_in_headers(listen, monkeypatc
     monkeypatch.setenv("FP8REFIT_TOKEN", "from-the-environment")
     post(url)
     assert [headers["X-Fp8refit-Token"] for headers in seen] == ["c0ffee-c0ffee-c0ffee", "from-the-environment"]
-    assert {headers["X-Fp8refit-Protocol"] for headers in seen} == {"6"}
+    assert {headers["X-Fp8refit-Protocol"] for headers in seen} == {"7"}
 
 
 def test_what_is_no_order_shows_no_token(listen):

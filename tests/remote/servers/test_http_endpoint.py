@@ -171,7 +171,7 @@ def test_a_right_api_key_opens_from_anywhere(shown):
 # What an order is.
 
 
-@pytest.mark.parametrize("protocol", [None, "", "1", "5", "7", "6, 6", "x" * 1000])
+@pytest.mark.parametrize("protocol", [None, "", "1", "6", "8", "7, 7", "x" * 1000])
 def test_a_driver_of_another_version_is_told_so_first(protocol):
     entrance = Entrance(token=TOKEN)
     response = entrance.ask(headers=order_headers(X_Fp8refit_Protocol=protocol))
