@@ -29,6 +29,7 @@ from fp8refit.transport.vote import ErrorRecord
 
 Backend: TypeAlias = Literal["nccl", "gloo"]
 
+_ALL_DONE = b"done"
 _SPIN_S = 2e-4
 """How long a wait spins first. NCCL launches in its own thread, which takes half this time."""
 _POLL_S = 5e-5
@@ -73,6 +74,8 @@ class Communicator(Board):
         self._links: dict[int | None, Link] = {}
         self._ends_at_s = math.inf
         self._num_votes = 0
+        self._met: tuple[str, ...] = ()
+        """Keys of the last place where all members met."""
 
     @classmethod
     def open(
@@ -106,13 +109,12 @@ class Communicator(Board):
             TransportError: A member did not come, or cannot be connected to; names the missing ones.
         """
         deadline_s = time.monotonic() + timeout_s
-        keys = [f"here/{rank}" for rank in range(self.meeting.size)]
         with self._failing():
-            self._store.set(keys[self.rank], "here")
+            self._store.set(f"here/{self.rank}", "here")
             try:
-                self._poll(lambda: self._has(keys), deadline_s)
+                self._meet("here", deadline_s)
             except TooLateError:
-                absent = ", ".join(str(rank) for rank, key in enumerate(keys) if not self._has([key]))
+                absent = ", ".join(str(rank) for rank in range(self.meeting.size) if not self._has([f"here/{rank}"]))
                 raise TransportError(
                     f"member(s) {absent or 'that came late'} of {self.meeting.size} did not join within {timeout_s:g} s; 0 is "
                     "the trainer"
@@ -169,21 +171,35 @@ class Communicator(Board):
         if self._is_ended:  # a late answer from the store would be taken for that of this vote
             raise error if error is not None else self._has_ended()
         self._num_votes += 1
-        keys = [f"vote/{self._num_votes}/{rank}" for rank in range(self.meeting.size)]
-        failed = f"vote/{self._num_votes}/failed"
         with self._failing():
-            if error is not None:
-                self._store.compare_set(failed, "", ErrorRecord.of(error).model_dump_json())
-            self._store.set(keys[self.rank], "done")
-            # A failing member reports its error before it counts as done.
-            self._poll(lambda: self._has(keys) or self._has([failed]), time.monotonic() + timeout_s)
-            record = self._store.get(failed) if self._has([failed]) else b""
-            if self._num_votes > 1:
-                self._store.delete_key(f"vote/{self._num_votes - 1}/{self.rank}")
+            failed = ErrorRecord.of(error).model_dump_json() if error is not None else None
+            said = self._meet(f"vote/{self._num_votes}", time.monotonic() + timeout_s, failed=failed)
         if error is not None:
             raise error
-        if record:
-            raise ErrorRecord.model_validate_json(record).error()
+        if said != _ALL_DONE:
+            raise ErrorRecord.model_validate_json(said).error()
+
+    def _meet(self, where: str, deadline_s: float, *, failed: str | None = None) -> bytes:
+        """Wait until every member has come, or one has failed. The first that fails says why, and the last that comes says that
+        all have, so each member asks for one key, however many they are.
+
+        Returns:
+            What was said.
+
+        Raises:
+            TooLateError: The deadline passed.
+            TransportError: A member gave up.
+        """
+        over = f"{where}/over"
+        if failed is not None:
+            self._store.compare_set(over, "", failed)
+        if self._store.add(f"{where}/count", 1) == self.meeting.size:
+            self._store.compare_set(over, "", _ALL_DONE.decode())
+            for key in self._met:  # everyone has left there
+                self._store.delete_key(key)
+        self._poll(lambda: self._has([over]), deadline_s)
+        self._met = over, f"{where}/count"
+        return self._store.get(over)
 
     def expect_end(self, why: str, *, within_s: float = 2.0) -> None:
         """Give up this member's waits unless they end by themselves within `within_s`. Called from another thread.
