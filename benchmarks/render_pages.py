@@ -56,6 +56,8 @@ REFITS = {
     "server": "bench_refit_vllm_server_qwen3-8b_h200.json",
 }
 """Results of `fp8refit bench refit` that pages beside docs/benchmarks.md show."""
+VOTES = RESULTS / "votes_h200.json"
+MANY = 1024
 SERVERS = "bench_refit_*_server_*.json"
 OLD = "†"
 """Marks rows of earlier code."""
@@ -98,7 +100,7 @@ def render() -> dict[str, dict[str, str]]:
     kv = [read(RESULTS / name.format(shape=shape)) for shape in KV_SHAPES for name in KV.values()]
     traced, mismatches, step = _read_all(TRACED), _read_all(MISMATCH), read(STEP)
     experts, oracle, synced = map(_read_all, (EXPERTS, ORACLE, SYNCED))
-    refits, worth = read_refits(), read_worth()
+    refits, worth, votes = read_refits(), read_worth(), read(VOTES)
     trainers = json.loads(TRAINERS.read_text())["rows"]
     return {
         "README.md": {"highlights": render_highlights(read_highlights(), single, sglang)},
@@ -120,7 +122,8 @@ def render() -> dict[str, dict[str, str]]:
         },
         "docs/weight-transfer.md": {"transfer": render_transfer(transfer) + render_ages([transfer])},
         "docs/broadcast.md": {
-            "pushes": render_ways([refits["broadcast"]], PUSHES) + render_ages([_as_read(refits, "broadcast")])
+            "pushes": render_ways([refits["broadcast"]], PUSHES) + render_ages([_as_read(refits, "broadcast")]),
+            "votes": render_votes(votes) + render_ages([votes]),
         },
         "docs/sources.md": {
             "streams": render_ways([refits[name] for name in SOURCES_OF], SOURCES)
@@ -170,7 +173,9 @@ def highlights(refits: dict[str, RefitBenchResult]) -> list[Row]:
     """The README's rows: what a refit takes in each setting, and what it is compared with; fast ways, then slow ones."""
     clients = refits["server"].clients
     assert clients is not None
-    failed = f"{clients.failed} of {clients.requests} requests failed"
+    pushed = refits["server"].other("broadcast")
+    assert pushed.standstill_ms is not None, "a push has a report"
+    failed = f"{clients.failed} of {clients.requests} requests failed; push: {pushed.wall_ms.median:.0f} ms"
     reload = "vLLM's `reload_weights`: {:.0f} ms"
     vllm, elsewhere, experts, sglang, sent, served = (_as_read(refits, name) for name in REFITS)
 
@@ -203,7 +208,7 @@ def highlights(refits: dict[str, RefitBenchResult]) -> list[Row]:
             sent,
             PARTS,
         ),
-        ("vLLM server answering 16 clients", ms("server", "broadcast"), failed, None, served, PARTS),
+        ("standstill of a vLLM server with 16 clients", pushed.standstill_ms, failed, None, served, PARTS),
         (
             "TRL sending one tensor at a time, with the drop-in",
             ms("vllm", "drop-in-tensors"),
@@ -875,6 +880,21 @@ def render_transfer(result: dict[str, Any]) -> str:
         f"module and from any other source on the engine's GPU, and by a broadcast from the other one. {same}NaN made the "
         f"engine dirty, and the next update {healed}.\n\nSource: {_link(TRANSFER.name)}. To check again: "
         f"`{result['command']}`.\n"
+    )
+
+
+def render_votes(found: dict[str, Any]) -> str:
+    """How long members take to agree, and what that says of more of them."""
+    rows = "".join(f"| {row['size']} | {row['median_ms']:.2f} ms | {row['max_ms']:.2f} ms |\n" for row in found["rows"])
+    alpha_ms, beta_ms = found["alpha_ms"], found["beta_ms"]
+    return (
+        f"Members that are processes of one host with {found['num_cores']} cores, at its loopback address; "
+        f"torch {found['versions']['torch']}.\n\n"
+        f"| members | a vote, median of {found['rows'][0]['num_votes']} | longest |\n| ---: | ---: | ---: |\n{rows}\n"
+        f"A line through the medians has {1e3 * beta_ms:.0f} µs a member, which is the time of the one store that all ask. For "
+        f"{MANY} members on as many cores it says {alpha_ms + MANY * beta_ms:.0f} ms, which has not been measured. Between "
+        "hosts a few times their latency is added, however many they are.\n\n"
+        f"Source: {_link(VOTES.name)}. To measure again: `{found['command']}`.\n"
     )
 
 

@@ -35,6 +35,7 @@ MEASURED_PARTS: dict[str, tuple[str, ...]] = {
     "transport_*": ("transport",),
     "vllm_layouts_*": PARTS,
     "vllm_*": INSIDE,
+    "votes_*": ("transport",),
     "weight_transfer_*": PARTS,
 }
 """The packages that each kind of result ran through; the first pattern that fits counts. Others name their builds, as
