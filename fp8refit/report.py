@@ -106,9 +106,9 @@ class RefitReport(BaseModel, frozen=True):
     finished and its status word is read. `kv` measures and writes KV-cache scales. `resume` admits requests again; a
     server does that with the write, in `transfer`."""
     standstill_s: float = 0.0
-    """Seconds in which no request could run: from the end of `pause` to that of `resume` on the driver's clock, or on the
-    engine's own if it stops requests and lets them run again in one step. That is what vLLM's AsyncLLM and servers do with
-    `in_flight="keep"` and `"continue"`, if the policy is announced as the last one was."""
+    """Seconds in which no request could run: at most from the end of `pause` to that of `resume` on the driver's clock, or as
+    its own clock says if the engine stops requests and lets them run again in one step. That is what vLLM's AsyncLLM and
+    servers do with `in_flight="keep"` and `"continue"`, if the policy is announced as the last one was."""
     fill_device_s: float | None = None
     """Seconds between the first and the last byte written, on the device's own clock; None on a CPU."""
     extra_bytes: int = 0

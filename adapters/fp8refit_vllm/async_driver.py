@@ -53,7 +53,7 @@ class AsyncDriver(Driver, Channel):
         self._ref = weakref.ref(llm)
         self._method = method
         self._gate: LlmGate | None = None
-        self._was_paused = self._is_stopped = False
+        self._was_paused = self._is_stopped = self._was_resumed = False
         self._timeout_s, self._in_flight = RefitConfig().timeout_s, RefitConfig().in_flight
         self._published: int | None = None
         self.config = llm.vllm_config
@@ -73,18 +73,21 @@ class AsyncDriver(Driver, Channel):
     async def pause(self, config: RefitConfig) -> int:
         """Stop the scheduler. New requests wait at our gate, where they are refused if the refit fails.
 
-        Requests that are frozen run on until the caches are dropped, or until the core stops them for two messages.
+        Requests that are frozen run on until the caches are dropped, or until the core stops them for two messages. Without a
+        KV connector: a core that transfers KV may take long to stop.
         """
         self._timeout_s, self._in_flight = config.timeout_s, config.in_flight
         if config.in_flight == "continue":
             self._check_continues()
         is_paused = await self._ask(self._llm.is_paused())
+        self._is_stopped, self._was_resumed = is_paused, False
         # After a failed refit the scheduler is still paused by us; only what users asked for since then counts.
         self._was_paused = is_paused and (self._gate is None or self._was_paused)
         refused_because = self._gate.reason if self._gate is not None else None
         num_unfinished = self._num_unfinished
         self._close_gate()
-        if is_frozen(config.in_flight) and self._call_core is not None and not is_paused:
+        stops_in_core = self._call_core is not None and not has_connector(self.config)
+        if is_frozen(config.in_flight) and stops_in_core and not is_paused:
             return num_unfinished
         try:
             await self._stop()
@@ -125,7 +128,7 @@ class AsyncDriver(Driver, Channel):
         """Let requests continue, unless the user had paused the scheduler before the refit."""
         if self._gate is None:
             return
-        if self._is_stopped and not self._was_paused:
+        if (self._is_stopped or self._was_resumed) and not self._was_paused:
             await self._ask(type(self._llm).resume_generation(self._llm))
         self._is_stopped = False
         self._gate.open()
@@ -186,8 +189,9 @@ class AsyncDriver(Driver, Channel):
             answers = send_in_turn(self._call, self.flush_caches, messages, timeouts_s)
         else:
             stops = self._still_runs
-            arguments = self._method, *messages, tuple(timeouts_s), has_connector(self.config), self._in_flight, stops
-            answers = self._hear(call_core(CORE_METHOD, *arguments), sum(timeouts_s) + 2 * self._timeout_s, stops=stops)
+            how = has_connector(self.config), self._in_flight, self._timeout_s if stops else 0.0
+            called = call_core(CORE_METHOD, self._method, *messages, tuple(timeouts_s), *how)
+            answers = self._hear(called, sum(timeouts_s) + self._timeout_s, stops=stops)
         return await begun(answers, num_steps=_STEPS_TO_SEND) if begins else answers
 
     async def _call(self, message: str, timeout_s: float) -> Sequence[str]:
@@ -199,6 +203,8 @@ class AsyncDriver(Driver, Channel):
         self._published = outcome.version or None
         if stops:
             self._is_stopped = outcome.is_stopped
+        if outcome.ended == "busy":
+            raise still_running(self._num_unfinished, self._timeout_s)
         return to_answers(outcome)
 
     @property
@@ -264,4 +270,4 @@ class AsyncDriver(Driver, Channel):
         return self._gate
 
     def _do_not_stay_paused(self) -> None:
-        self._was_paused = False
+        self._was_paused, self._was_resumed = False, True

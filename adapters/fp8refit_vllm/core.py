@@ -1,10 +1,11 @@
-"""Runs in vLLM's engine core: prepare on every rank, stop requests, drop caches, write on every rank, and let requests run
+"""Runs in vLLM's engine core: stop requests, prepare on every rank, drop caches, write on every rank, and let requests run
 again, all in one exchange.
 
 A round trip to a core in another process costs more than most steps of a refit, and dropping the caches block by block
 costs as much again. `worker.register` adds `carry_out` to the core's class.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,6 +17,8 @@ from pydantic import ValidationError
 from fp8refit.remote.protocol.messages import common_version, have_done
 from fp8refit_vllm.core_compat import begin_call, is_cache_idle, publish_in_core, set_apart_in_core, stop_requests
 
+logger = logging.getLogger(__name__)
+
 CORE_METHOD = "fp8refit_pair"
 SET_APART_METHOD = "fp8refit_set_apart"
 
@@ -23,10 +26,10 @@ SET_APART_METHOD = "fp8refit_set_apart"
 class Outcome(NamedTuple):
     """How far the core got. Sent as a list."""
 
-    ended: Literal["refused", "kept", "stale", "done"]
-    """`refused`: a rank failed the first request. `kept`: the caches could not be dropped, and the second request was
-    not sent. `stale`: the second was sent, and the caches could not be dropped. `done`: both were sent and the caches
-    are gone."""
+    ended: Literal["busy", "refused", "kept", "stale", "done"]
+    """`busy`: requests did not stop in time, and nothing was sent. `refused`: a rank failed the first request. `kept`: the
+    caches could not be dropped, and the second request was not sent. `stale`: the second was sent, and the caches could not
+    be dropped. `done`: both were sent and the caches are gone."""
     answers: list[str]
     """Each rank's answer to the last request it was sent."""
     flush_s: float = 0.0
@@ -51,9 +54,9 @@ def carry_out(
     timeouts_s: Sequence[float],
     has_connector: bool,
     in_flight: str,
-    stops: bool = False,
+    stops_within_s: float = 0.0,
 ) -> "list[Any] | Future[list[Any]]":
-    """Send `first` to every rank. If all succeed, drop the caches and send `second`.
+    """Stop requests if they run, and send `first` to every rank. If all succeed, drop the caches and send `second`.
 
     If no request uses the caches, dropping them cannot fail: then workers in other processes get `second` at once, and
     the core drops the caches meanwhile. Otherwise the caches are dropped first. Returns an `Outcome` as a list, or a future
@@ -68,34 +71,51 @@ def carry_out(
         has_connector: Whether a KV connector also keeps KV outside the engine.
         in_flight: Of the driver's `RefitConfig`; empty if no request can be running. With `keep`, KV is recomputed. With
             `continue`, it stays, apart from that of later requests.
-        stops: Whether requests run, and are stopped once all ranks have succeeded with `first`. They run again if all ranks
-            have committed a policy by `second`.
+        stops_within_s: Time limit for stopping requests; 0 if none can run. They run again if all ranks have committed a policy
+            by `second`.
     """
+    send = partial(_send, core, method, first, second, timeouts_s, has_connector, in_flight)
+    if not stops_within_s:
+        return list(send())
+
+    def send_and_go_on(pause_s: float) -> list[Any]:
+        start_s, outcome = time.perf_counter(), send()._replace(pause_s=pause_s)
+        if not (_is_committed(outcome, second) and _resume(core)):
+            return list(outcome._replace(is_stopped=True))
+        return list(outcome._replace(still_s=time.perf_counter() - start_s))
+
+    return stop_requests(
+        core, send_and_go_on, lambda: list(Outcome("busy", [], is_stopped=True)), timeout_s=stops_within_s
+    )
+
+
+def _resume(core: Any) -> bool:
+    """Let requests run again. Returns whether that succeeded; otherwise the driver orders it, and hears why not."""
+    try:
+        core.resume_scheduler()
+    except Exception:
+        logger.warning("the engine core did not let requests run after a write", exc_info=True)
+        return False
+    return True
+
+
+def _send(
+    core: Any,
+    method: str,
+    first: str,
+    second: str,
+    timeouts_s: Sequence[float],
+    has_connector: bool,
+    in_flight: str,
+) -> Outcome:
     answers = core.collective_rpc(method, timeouts_s[0], (first,))
     if not have_done(answers, first):
-        return list(Outcome("refused", answers))
-    write = partial(_drop_and_send, core, method, second, timeouts_s[1], has_connector, in_flight)
-    if not stops:
-        return list(write())
-
-    def write_and_go_on(pause_s: float) -> list[Any]:
-        start_s, outcome = time.perf_counter(), write()
-        if not _is_committed(outcome, second):
-            return list(outcome._replace(pause_s=pause_s, is_stopped=True))
-        core.resume_scheduler()
-        return list(outcome._replace(pause_s=pause_s, still_s=time.perf_counter() - start_s))
-
-    return stop_requests(core, write_and_go_on)
-
-
-def _drop_and_send(
-    core: Any, method: str, second: str, timeout_s: float, has_connector: bool, in_flight: str
-) -> Outcome:
+        return Outcome("refused", answers)
     drop = partial(core.reset_prefix_cache, bool(in_flight), has_connector)
     if in_flight == "continue":
         drop = partial(set_apart_in_core, core)
     is_idle = not has_connector and is_cache_idle(core)
-    wait = begin_call(core.model_executor, method, timeout_s, second) if is_idle else None
+    wait = begin_call(core.model_executor, method, timeouts_s[1], second) if is_idle else None
     if wait is not None:
         is_empty, _, said = _try_to(drop)
         answers = wait()
@@ -105,7 +125,7 @@ def _drop_and_send(
     is_empty, flush_s, said = _try_to(drop)
     if not is_empty:
         return Outcome("kept", [], flush_s, said=said)
-    answers = core.collective_rpc(method, timeout_s, (second,))
+    answers = core.collective_rpc(method, timeouts_s[1], (second,))
     return Outcome("done", answers, flush_s, _publish(core, answers, second))
 
 

@@ -164,23 +164,33 @@ def _pools_of(core: Any) -> list[Any]:
     return list({id(manager.block_pool): manager.block_pool for manager in managers}.values())
 
 
-def stop_requests(core: Any, then: Callable[[float], T]) -> "T | Future[T]":
-    """Let no request of an engine core run once its current step has ended, and call `then` with the seconds that took.
+def stop_requests(
+    core: Any, then: Callable[[float], T], too_late: Callable[[], T], timeout_s: float
+) -> "T | Future[T]":
+    """Let no request of an engine core run once its current step has ended, and call `then` with the seconds that took; or
+    `too_late`, if whoever wanted it has given up: it took longer than `timeout_s`, or requests were let run again.
 
-    Returns what `then` does, or a future of it. vLLM answers the client that called once the future is done.
+    Returns what they return, or a future of it. vLLM answers the client that called once the future is done.
     """
     start_s = time.perf_counter()
     stopped = core.pause_scheduler("keep", False)
     if not isinstance(stopped, Future):
         return then(time.perf_counter() - start_s)
+    from vllm.v1.engine import EngineCoreRequestType
+
     found: Future[T] = Future()
 
     def go_on(stopped: "Future[None]") -> None:
         try:
             stopped.result()
-            found.set_result(then(time.perf_counter() - start_s))
+            pause_s = time.perf_counter() - start_s
+            is_wanted = pause_s < timeout_s and core.is_scheduler_paused()
+            found.set_result(then(pause_s) if is_wanted else too_late())
         except Exception as error:  # noqa: BLE001 - the future would drop it
             found.set_exception(error)
+        finally:
+            # vLLM calls this when it has no work, and then waits for a message without looking for work again.
+            core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     stopped.add_done_callback(go_on)
     return found

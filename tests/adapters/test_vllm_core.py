@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import Future
 from functools import partial
+from queue import SimpleQueue
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -32,6 +33,7 @@ class Core:
         self.replies = {"first": [{}, {}], "second": [{"version": 5}, {"version": 5}]}
         self.is_empty = True
         self.raises = {}
+        self.is_paused, self.input_queue = True, SimpleQueue()
         self.stopped = None
         """What `pause_scheduler` returns: a future, if a step is running."""
 
@@ -57,6 +59,9 @@ class Core:
 
     def resume_scheduler(self):
         self.note("go on")
+
+    def is_scheduler_paused(self):
+        return self.is_paused
 
     def begin_call(self, method, timeout_s, message):
         """As `core_compat.begin_call` does where the workers run in other processes."""
@@ -122,7 +127,7 @@ class Engine:
 def vllm(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.v1", ModuleType("vllm.v1"))
-    engine = SimpleNamespace(EngineCoreRequestType=SimpleNamespace(UTILITY=b"utility"))
+    engine = SimpleNamespace(EngineCoreRequestType=SimpleNamespace(UTILITY=b"utility", WAKEUP=b"wake up"))
     monkeypatch.setitem(sys.modules, "vllm.v1.engine", engine)
 
 
@@ -436,8 +441,8 @@ WRITTEN = {
     "version": 5,
     "reports": (RankReport(num_tensors=1, bytes_read=2, bytes_written=3, fill_s=0.0, verify_s=0.0),),
 }
-STOPPED = [BOTH[0], ("stop", "keep", False), BOTH[1], BOTH[2], ("version", "5")]
-PAIR = PLUGIN_METHOD, FIRST, SECOND, TIMEOUTS_S, True, "keep", True
+STOPPED = [("stop", "keep", False), *BOTH, ("version", "5")]
+PAIR = PLUGIN_METHOD, FIRST, SECOND, TIMEOUTS_S, True, "keep"
 
 
 @pytest.fixture
@@ -449,21 +454,34 @@ def dropping(core, monkeypatch):
 @pytest.mark.usefixtures("dropping")
 def test_a_core_stops_requests_and_lets_them_run_again_with_the_commit(core):
     core.replies["second"] = [WRITTEN, WRITTEN]
-    outcome = Outcome(*carry_out(core, *PAIR))
+    outcome = Outcome(*carry_out(core, *PAIR, 5.0))
     assert core.events == [*STOPPED, ("go on",)]
     assert outcome.still_s > outcome.flush_s > 0 and not outcome.is_stopped
 
 
 @pytest.mark.usefixtures("dropping")
-def test_a_core_waits_for_its_step_before_it_drops_caches(core):
+def test_a_core_waits_for_its_step_and_looks_for_work_afterwards(core):
+    """vLLM waits for a message after it has called whoever waited for the end of a step."""
     core.stopped, core.replies["second"] = Future(), [WRITTEN, WRITTEN]
-    answer = carry_out(core, *PAIR)
-    assert core.events == STOPPED[:2] and not answer.done()
+    answer = carry_out(core, *PAIR, 5.0)
+    assert core.events == STOPPED[:1] and not answer.done()
     time.sleep(0.02)
     core.stopped.set_result(None)
     outcome = Outcome(*answer.result(0))
     assert core.events == [*STOPPED, ("go on",)]
     assert outcome.pause_s >= 0.02 and outcome.still_s > 0
+    assert core.input_queue.get_nowait() == (b"wake up", None)
+
+
+@pytest.mark.usefixtures("dropping")
+@pytest.mark.parametrize("is_paused", [True, False], ids=["late", "let run again"])
+def test_a_core_writes_nothing_for_whoever_has_given_up(is_paused, core):
+    core.stopped, core.is_paused = Future(), is_paused
+    answer = carry_out(core, *PAIR, 0.01 if is_paused else 5.0)
+    time.sleep(0.02)
+    core.stopped.set_result(None)
+    outcome = Outcome(*answer.result(0))
+    assert (outcome.ended, core.events) == ("busy", STOPPED[:1])
 
 
 @pytest.mark.usefixtures("dropping")
@@ -481,7 +499,7 @@ def test_a_core_waits_for_its_step_before_it_drops_caches(core):
 )
 def test_requests_stay_stopped_unless_every_rank_has_committed_one_policy(replies, core):
     core.replies["second"] = replies
-    outcome = Outcome(*carry_out(core, *PAIR))
+    outcome = Outcome(*carry_out(core, *PAIR, 5.0))
     assert outcome.is_stopped and outcome.still_s == 0.0
     assert ("go on",) not in core.events
 
@@ -489,25 +507,32 @@ def test_requests_stay_stopped_unless_every_rank_has_committed_one_policy(replie
 @pytest.mark.usefixtures("dropping")
 def test_requests_stay_stopped_while_caches_stay(core):
     core.is_empty = False
-    outcome = Outcome(*carry_out(core, *PAIR))
+    outcome = Outcome(*carry_out(core, *PAIR, 5.0))
     assert (outcome.ended, outcome.is_stopped) == ("kept", True)
     assert core.events == STOPPED[:3]
 
 
-def test_requests_run_on_if_a_rank_refuses(core):
+def test_requests_stay_stopped_if_a_rank_refuses(core):
     core.replies["first"][1] = "rubbish"
-    outcome = Outcome(*carry_out(core, *PAIR))
-    assert (outcome.ended, outcome.is_stopped) == ("refused", False)
-    assert core.events == BOTH[:1]
+    outcome = Outcome(*carry_out(core, *PAIR, 5.0))
+    assert (outcome.ended, outcome.is_stopped) == ("refused", True)
+    assert core.events == STOPPED[:2]
+
+
+@pytest.mark.usefixtures("dropping")
+def test_a_scheduler_that_stays_paused_after_a_commit_is_left_to_the_driver(core):
+    core.raises["go on"], core.replies["second"] = RuntimeError("of the scheduler"), [WRITTEN, WRITTEN]
+    outcome = Outcome(*carry_out(core, *PAIR, 5.0))
+    assert (outcome.ended, outcome.is_stopped, outcome.still_s) == ("done", True, 0.0)
 
 
 @pytest.mark.usefixtures("dropping")
 @pytest.mark.parametrize("waits", [False, True])
 def test_whoever_called_a_core_hears_what_a_worker_raised(waits, core):
-    core.raises["go on"], core.replies["second"] = RuntimeError("of the scheduler"), [WRITTEN, WRITTEN]
+    core.raises["fp8refit_call"] = RuntimeError("of a worker")
     core.stopped = Future() if waits else None
-    with pytest.raises(RuntimeError, match="of the scheduler"):
-        answer = carry_out(core, *PAIR)
+    with pytest.raises(RuntimeError, match="of a worker"):
+        answer = carry_out(core, *PAIR, 5.0)
         core.stopped.set_result(None)
         answer.result(0)
 

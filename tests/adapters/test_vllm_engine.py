@@ -249,16 +249,19 @@ def test_an_engine_whose_requests_cannot_go_on_with_their_cache_says_why(method,
 class ServingAsyncLLM(QuietAsyncLLM):
     """An AsyncLLM whose core takes two messages in one exchange. `commits`: whether it lets requests run again then."""
 
+    is_busy = False
+
     def __init__(self, *, commits=True):
         super().__init__()
         self.commits, self.calls = commits, []
 
     async def call_utility_async(self, method, *arguments):
-        stops = arguments[-1]
+        stops = arguments[-1] > 0
         self.calls.append((method, self.is_running, stops))
         if stops:
             self.is_running = self.commits
-        return list(Outcome("done", ["first", "second"], is_stopped=stops and not self.commits))
+        ended = "busy" if self.is_busy else "done"
+        return list(Outcome(ended, ["first", "second"], is_stopped=stops and not self.commits))
 
     async def pause_scheduler_async(self, *, mode, clear_cache):
         self.calls.append((mode, self.is_running, None))
@@ -325,6 +328,63 @@ def test_frozen_requests_are_stopped_before_caches_are_dropped_and_before_they_a
         await driver.pause(RefitConfig(in_flight="keep"))  # it is stopped now: again, at once
         await driver.resume()
         assert llm.calls[1:] == [("keep", False, None), ("resume", False, None)]
+
+    asyncio.run(steps())
+
+
+def test_a_core_that_did_not_stop_requests_in_time_says_so_and_goes_on():
+    async def steps():
+        llm = ServingAsyncLLM(commits=False)
+        llm.is_busy = True
+        driver = AsyncDriver(llm, PLUGIN_METHOD)
+        await driver.pause(RefitConfig(in_flight="keep"))
+        with pytest.raises(EngineBusyError, match="did not finish within"):
+            await pair(driver)
+        await driver.resume()
+        assert llm.is_running
+
+    asyncio.run(steps())
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_whoever_pauses_and_resumes_during_a_refit_is_not_left_paused(commits):
+    async def steps():
+        llm = ServingAsyncLLM(commits=commits)
+        driver = AsyncDriver(llm, PLUGIN_METHOD)
+        await driver.pause(RefitConfig(in_flight="keep"))
+        if commits:
+            await pair(driver)
+        await llm.pause_scheduler_async(mode="keep", clear_cache=False)
+        await llm.resume_generation()
+        assert not llm.is_running
+        await driver.resume()
+        assert llm.is_running
+
+    asyncio.run(steps())
+
+
+def test_a_scheduler_that_somebody_let_run_after_a_failed_refit_is_stopped_again():
+    async def steps():
+        llm = ServingAsyncLLM(commits=False)
+        driver = AsyncDriver(llm, PLUGIN_METHOD)
+        await driver.pause(RefitConfig(in_flight="keep"))
+        await pair(driver)
+        await driver.refuse("half written")
+        llm.is_running = True
+        llm.calls.clear()
+        await driver.pause(RefitConfig(in_flight="keep"))
+        await pair(driver)
+        assert llm.calls == [(CORE_METHOD, True, True)]
+
+    asyncio.run(steps())
+
+
+def test_a_kv_connector_may_take_long_so_requests_are_stopped_first():
+    async def steps():
+        llm = ServingAsyncLLM()
+        llm.vllm_config = SimpleNamespace(**vars(QuietAsyncLLM.vllm_config) | {"kv_transfer_config": "a connector"})
+        await AsyncDriver(llm, PLUGIN_METHOD).pause(RefitConfig(in_flight="keep"))
+        assert llm.calls == [("keep", True, None)]
 
     asyncio.run(steps())
 

@@ -99,6 +99,25 @@ async def begin_as(subject: AsyncSubject, prompt: list[int], tokens: list[int]) 
     return {"later": later, "alone": [await said_by(each) for each in prompts]}
 
 
+def try_unattended(mode: str):
+    """A refit while two requests run, and nobody says anything to the engine afterwards."""
+
+    async def steps(subject: AsyncSubject, family: str) -> dict:
+        started = asyncio.Event()
+        running = [asyncio.create_task(subject.answer(prompt, LONG, started=started)) for prompt in PROMPTS[:2]]
+        await asyncio.wait_for(started.wait(), TIMEOUT_S)
+        report = await Refitter(subject.llm, in_flight=mode).refit_async(make_policy(family, 2))
+        _, stuck = await asyncio.wait(running, timeout=TIMEOUT_S / 2)
+        for task in stuck:
+            task.cancel()
+        return {"stuck": len(stuck), "still_s": report.ranks[0].still_s, "num_interrupted": report.num_interrupted}
+
+    def attempt(subject: AsyncSubject, family: str, work: Path) -> dict:
+        return subject.run(steps(subject, family))
+
+    return attempt
+
+
 def try_sharing(subject: AsyncSubject, family: str, work: Path) -> dict:
     """A request that goes on with its KV, and later ones that begin as it did: first its prompt, then what it said too."""
 
@@ -207,6 +226,8 @@ ASYNC_ATTEMPTS = {
     "in flight: abort": try_in_flight("abort"),
     "in flight: keep": try_in_flight("keep"),
     "in flight: continue": try_in_flight("continue"),
+    "unattended: keep": try_unattended("keep"),
+    "unattended: continue": try_unattended("continue"),
     "kept under the same policy": try_in_flight("keep", seed=1),
     "continued under the same policy": try_in_flight("continue", seed=1),
     "sharing": try_sharing,

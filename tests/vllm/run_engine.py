@@ -18,6 +18,7 @@ from attacked import run_oracle
 from broadcast import run_broadcast
 from conformance import run_conformance
 from containers import run_container
+from core_loop import run_core_loop
 from custom_loaders import LOADERS, booted_with
 from dirty_engines import run_dirty_async, run_trainer_errors
 from drafts import run_drafts, run_fresh_drafts
@@ -240,6 +241,7 @@ SCENARIOS = {
     "expert ranks": run_expert_ranks,
     "lora": run_lora,
     "fresh lora": run_fresh_lora,
+    "core loop": run_core_loop,
     "drafts": run_drafts,
     "fresh drafts": run_fresh_drafts,
     "online": run_online,

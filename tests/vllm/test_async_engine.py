@@ -9,6 +9,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(118)]
 
 NUM_RUNNING = 2
 FAILING = ["failing: keep", "failing: continue"]
+UNATTENDED = ["unattended: keep", "unattended: continue"]
 ATTEMPTS = [
     "in flight: wait",
     "in flight: abort",
@@ -17,6 +18,7 @@ ATTEMPTS = [
     "kept under the same policy",
     "continued under the same policy",
     *FAILING,
+    *UNATTENDED,
     "too slow",
     "cancelled while it writes",
 ]
@@ -67,6 +69,17 @@ def test_abort_ends_running_requests_with_what_they_have(found, old):
         assert request["reason"] == "abort"
         assert request["tokens"] == undisturbed[: len(request["tokens"])]
         assert 0 < len(request["tokens"]) < len(undisturbed)
+
+
+def test_a_core_whose_step_was_running_looks_for_work_after_the_write(run_engine):
+    """With a scheduler that works ahead, which a CPU has not."""
+    assert run_engine("core loop") == {"waits": True, "said": "resumed", "goes_on": True, "has_work": True}
+
+
+@pytest.mark.parametrize("attempt", UNATTENDED)
+def test_frozen_requests_go_on_although_nobody_says_anything_to_the_core(attempt, found):
+    assert found[attempt]["still_s"] > 0
+    assert found[attempt]["num_interrupted"] == NUM_RUNNING
 
 
 def test_the_core_itself_stops_frozen_requests_and_lets_them_go_on(found):
