@@ -1,6 +1,6 @@
 """Tiny models of the families that engines refit, from configs alone, with the outlier channels that real ones have."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -357,15 +357,30 @@ def save_model(
 def drafting(family: str, policy: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What a published checkpoint of `family` holds beside a policy: one layer that drafts tokens, as it is named there."""
     last = {name: tensor for name, tensor in policy.items() if name.startswith("model.layers.1.")}
-    wide, norm = torch.ones(256, 512, dtype=torch.bfloat16), torch.ones(256, dtype=torch.bfloat16)
+    embedding, head = policy["model.embed_tokens.weight"], policy["lm_head.weight"]
+    wide, norm = torch.cat((embedding[:256], head[:256]), dim=1), torch.ones(256, dtype=torch.bfloat16)
     if family == "qwen3_next":
         layer, joint, norms = "mtp.layers.0.", "mtp.fc.weight", ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
         rest = {f"mtp.{each}.weight": norm for each in norms}
     else:
         layer, joint = "model.layers.2.", "model.layers.2.eh_proj.weight"
         rest = {f"{layer}{each}.weight": norm for each in ("enorm", "hnorm", "shared_head.norm")}
-        rest |= {f"{layer}{each}.weight": policy["lm_head.weight"] for each in ("embed_tokens", "shared_head.head")}
-    return {name.replace("model.layers.1.", layer): tensor for name, tensor in last.items()} | {joint: wide} | rest
+        rest |= {f"{layer}embed_tokens.weight": embedding, f"{layer}shared_head.head.weight": head}
+    found = {name.replace("model.layers.1.", layer): tensor for name, tensor in last.items()} | {joint: wide} | rest
+    return dict(part for name, tensor in found.items() for part in _single(name, tensor))
+
+
+def _single(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor as checkpoints hold it: experts one by one."""
+    stem, _, kind = name.rpartition(".")
+    if not stem.endswith(".experts") or tensor.ndim < 3:
+        yield name, tensor
+        return
+    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+    for expert, matrix in enumerate(tensor):
+        yield from (
+            (f"{stem}.{expert}.{part}.weight", each) for part, each in zip(parts, matrix.chunk(len(parts)), strict=True)
+        )
 
 
 def save_with_draft(family: str, seed: int, folder: Path) -> None:

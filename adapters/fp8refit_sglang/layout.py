@@ -51,11 +51,11 @@ class SglangRules:
         model: The live model.
     """
 
-    no_block_fp8 = (
+    other_quantization = (
         "Boot from an FP8 checkpoint with scales per block or row (fp8refit quantize), for which no flag is needed, or a "
         'model without latent attention with quantization="fp8" (a server: --quantization fp8), in SGLang 0.5.17 and later'
     )
-    other_quantization = no_block_fp8
+    no_block_fp8: str | None = other_quantization
     absorbed = ABSORBED
 
     def __init__(self, model: nn.Module) -> None:

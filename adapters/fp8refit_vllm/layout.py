@@ -79,11 +79,11 @@ def _join_gates(layer: Any) -> None:
 class VllmRules:
     """Implements `fp8refit.tracing.rules.KernelRules` for vLLM."""
 
-    no_block_fp8 = (
+    other_quantization = (
         'Boot with quantization="fp8_per_block" (a server: --quantization fp8_per_block), "fp8_per_channel", '
         '"fp8_per_tensor" or "mxfp8", or from an FP8 checkpoint with scales per block or row (fp8refit quantize)'
     )
-    other_quantization = no_block_fp8
+    no_block_fp8: str | None = other_quantization
     absorbed = _ABSORBED
 
     def why_refused(self, module: nn.Module) -> Why:

@@ -5,6 +5,7 @@ import inspect
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,15 +13,17 @@ from fp8refit_transformers.naming import namings_of, plain_config, twin_or_refus
 from torch import nn
 
 from fp8refit.live.slots import Refusal
-from fp8refit.tracing.twin import EmptyOnMeta, Twin, format_stored, trace_as_named
+from fp8refit.tracing.twin import EmptyOnMeta, Twin, format_stored, trace_as_named, trace_twin
 from fp8refit_vllm.compat import holds_nvfp4
+from fp8refit_vllm.drafts import Draft
 
 
-def twin_of(config: Any) -> Twin | Refusal:
-    """Trace the loader of this rank's model; a refusal if that is impossible.
+def twin_of(config: Any, draft: Draft | None = None) -> Twin | Refusal:
+    """Trace the loader of this rank's model, or of its draft; a refusal if that is impossible.
 
     Args:
         config: The worker's `VllmConfig`.
+        draft: The draft.
     """
     if config.model_config.is_moe and config.parallel_config.data_parallel_size > 1:
         return Refusal(
@@ -30,21 +33,34 @@ def twin_of(config: Any) -> Twin | Refusal:
         )
     from vllm.config import set_current_vllm_config
 
+    own = config if draft is None else draft.config
+    model_config, prefix = (config.model_config, "") if draft is None else (draft.model_config, draft.prefix)
+
     @contextmanager
     def build(mode: EmptyOnMeta) -> Iterator[nn.Module]:
-        apart = _apart(config)
+        apart = _apart(own)
         # Models of the Transformers backend need it while they are built.
-        with set_current_vllm_config(apart), _built(apart, mode) as model:
+        is_of_it = model_config is own.model_config
+        with (
+            set_current_vllm_config(apart),
+            _built(apart, apart.model_config if is_of_it else model_config, prefix, mode) as model,
+        ):
             yield model
 
     def trace() -> Twin | None:
-        namings, mode = namings_of(_plain_config(config.model_config)), EmptyOnMeta()
+        named, mode = draft.naming if draft is not None else None, EmptyOnMeta()
+        namings = iter([named]) if named is not None else namings_of(_plain_config(model_config))
         with build(mode) as model:
             options = {"num_ranks": config.parallel_config.world_size, "build": build, "mode": mode}
-            options |= format_stored(config.quant_config, model)
-            return trace_as_named(model, namings, **options)
+            options |= format_stored(own.quant_config, model)
+            twin = trace_as_named(model, namings, **options)
+            if named is None or twin is None:
+                return twin
+            # The checkpoint is also the target's, of which the draft's loader takes little.
+            taken = {name: meta for name, meta in named.tensors.items() if name in twin.traced.taken}
+            return trace_twin(model, replace(named, tensors=taken), **options)
 
-    return twin_or_refusal(config.model_config.hf_config, trace)
+    return twin_or_refusal(model_config.hf_config, trace)
 
 
 def _apart(config: Any) -> Any:
@@ -77,7 +93,7 @@ def _plain_config(config: Any) -> Any:
 
 
 @contextmanager
-def _built(config: Any, mode: EmptyOnMeta) -> Iterator[nn.Module]:
+def _built(config: Any, model_config: Any, prefix: str, mode: EmptyOnMeta) -> Iterator[nn.Module]:
     """Build the model on the meta device, but for what `mode` says."""
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -87,9 +103,9 @@ def _built(config: Any, mode: EmptyOnMeta) -> Iterator[nn.Module]:
     logger = logging.getLogger("vllm.model_executor.models.utils")
     logger.addFilter(_keep_none)  # it warns about every tensor whose dtype differs from its parameter's
     try:
-        torch.set_default_dtype(config.model_config.dtype)
+        torch.set_default_dtype(model_config.dtype)
         with mode:
-            model = initialize_model(vllm_config=config, model_config=config.model_config)
+            model = initialize_model(vllm_config=config, model_config=model_config, prefix=prefix)
             if type(model).__module__.startswith("vllm.model_executor.models.transformers"):
                 _register_head_bias(model)
         for parameter in model.parameters():

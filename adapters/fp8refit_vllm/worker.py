@@ -16,6 +16,7 @@ from torch import nn
 from fp8refit.driver.attach import hold, made_once
 from fp8refit.driver.drop_in import DropInOptions
 from fp8refit.errors import UnsupportedEngineError
+from fp8refit.live.drafts import with_draft
 from fp8refit.live.slots import Inventory, Refresh, Refusal
 from fp8refit.ranks.rank import Rank
 from fp8refit.ranks.target import Target
@@ -39,6 +40,7 @@ from fp8refit_vllm.compat import (
 )
 from fp8refit_vllm.core import CORE_METHOD, SET_APART_METHOD, carry_out
 from fp8refit_vllm.core_compat import add_to_core, on_core_start, raise_refusals, set_apart_in_core
+from fp8refit_vllm.drafts import Draft, draft_of, read_draft
 from fp8refit_vllm.kv_cache import read_kv_cache, reset_kv_scales
 from fp8refit_vllm.layout import VllmRules
 from fp8refit_vllm.twin import twin_of
@@ -177,24 +179,39 @@ class WorkerModel:
     def _twin(self) -> Twin | Refusal:
         return twin_of(self._worker.vllm_config)
 
+    @cached_property
+    def _draft(self) -> Draft | None:
+        return draft_of(self._worker)
+
+    @cached_property
+    def _twin_of_draft(self) -> Twin | Refusal:
+        return twin_of(self._worker.vllm_config, self._draft)
+
     def read_inventory(self) -> Inventory:
         """List the model's slots, what cannot be refitted, and what must be refreshed after a write."""
         network, config = self.network, self._worker.vllm_config
         has_noise = has_dummy_weights(config)
-        inventory = inventory_of(network, VllmRules(), self._twin, has_noise=has_noise)
+        apart = () if self._draft is None else (self._draft.network,)
+        inventory = inventory_of(network, VllmRules(), self._twin, has_noise=has_noise, apart=apart)
         kv = replace(read_kv_cache(self._worker, network), before_write=self._reset_dummy_scales)
         scales = {} if has_noise else getattr(self._worker.model_runner, _SCALES, {})
         restored, without = restore_activation_scales(network, scales)
         refusals, refreshes = inventory.refusals + without, restored + inventory.refreshes
-        if (method := draft_method(config)) is not None:
+        if self._draft is None and (method := draft_method(config)) is not None:
             reason = f"drafts tokens with its own weights ({method}), which a refit would not update"
             refusals += (Refusal(module="draft model", reason=reason, remedy="Boot without speculative_config"),)
         if self._has_dummy_scales:
             refreshes += (Refresh(name="KV scales of a dummy boot", run=self._reset_dummy_scales),)
-        return replace(inventory, kv=kv, refusals=refusals, refreshes=refreshes)
+        inventory = replace(inventory, kv=kv, refusals=refusals, refreshes=refreshes)
+        if self._draft is None:
+            return inventory
+        own, shared = read_draft(self._draft, self._twin_of_draft, network, inventory, has_noise=has_noise)
+        return with_draft(inventory, own, shared=shared)
 
     def _reset_dummy_scales(self) -> None:
         """Set KV scales to 1.0, once: a dummy boot fills them with noise, a boot from a checkpoint leaves 1.0."""
         if self._has_dummy_scales:
             reset_kv_scales(self.network)
+            if self._draft is not None:
+                reset_kv_scales(self._draft.network)
             self._has_dummy_scales = False

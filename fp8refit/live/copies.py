@@ -26,6 +26,7 @@ class Copies:
         inventory: What a refit writes.
         built: What the twin holds, by name.
         kept: Returns the attributes of a module that hold no weights, such as its KV cache.
+        apart: Other models, which have an inventory of their own.
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class Copies:
         *,
         built: Mapping[str, Tensor],
         kept: Callable[[nn.Module], Collection[str]] = lambda _: (),
+        apart: Collection[nn.Module] = (),
     ) -> None:
-        self._holdings, self._built = Holdings(model, kept), built
+        self._holdings, self._built = Holdings(model, kept, apart), built
         restored = [tensor for each in inventory.refreshes if each.restores for tensor in each.written]
         written = [tensor for each in inventory.refreshes if not each.restores for tensor in each.written]
         slots = [part for slot in inventory.slots for part in (slot.weight, slot.scale) if part is not None]

@@ -109,10 +109,16 @@ class Holdings:
     Args:
         model: The model.
         kept: Returns the attributes of a module that are left out.
+        apart: Other models that can be reached from it and are left out.
     """
 
-    def __init__(self, model: nn.Module, kept: Callable[[nn.Module], Collection[str]] = lambda _: ()) -> None:
-        self._model, self._kept = model, kept
+    def __init__(
+        self,
+        model: nn.Module,
+        kept: Callable[[nn.Module], Collection[str]] = lambda _: (),
+        apart: Collection[nn.Module] = (),
+    ) -> None:
+        self._model, self._kept, self._apart = model, kept, apart
         self._first, self._rest = _Watched(), _Watched()
         """Of the first of all modules that have the same name, numbers apart, and the same class; and of the others."""
         self._firsts: frozenset[str] = frozenset()
@@ -143,7 +149,8 @@ class Holdings:
             for key in self._kept(module)
             if (each := own[name].get(key)) is not None
         }
-        seen: dict[int, object] = {**kept, **{id(module): module for module in modules.values()}}
+        others = (module for other in self._apart for module in other.modules())
+        seen: dict[int, object] = {**kept, **{id(module): module for module in (*modules.values(), *others)}}
         classes: dict[type, str] = {}
         for owned in ("_buffers", "_parameters", "__dict__"):  # a tensor is named after its buffer, if it is one
             for name, module in modules.items():

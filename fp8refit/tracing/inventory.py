@@ -1,6 +1,6 @@
 """Puts together what a refit of a traced model writes: its slots, and what the engine derives from them."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,14 @@ from fp8refit.tracing.rules import KernelRules
 from fp8refit.tracing.twin import Twin, refreshes_of_constants
 
 
-def inventory_of(model: nn.Module, rules: KernelRules, traced: Twin | Refusal, *, has_noise: bool = False) -> Inventory:
+def inventory_of(
+    model: nn.Module,
+    rules: KernelRules,
+    traced: Twin | Refusal,
+    *,
+    has_noise: bool = False,
+    apart: Collection[nn.Module] = (),
+) -> Inventory:
     """List everything that a refit of `model` writes, and everything that cannot be refitted.
 
     Args:
@@ -25,6 +32,7 @@ def inventory_of(model: nn.Module, rules: KernelRules, traced: Twin | Refusal, *
         rules: What its engine's kernels do.
         traced: The trace of the model's loader, or why it could not be traced.
         has_noise: Whether the engine was booted with dummy weights.
+        apart: Other models of the engine, which have an inventory of their own.
     """
     if isinstance(traced, Refusal):
         return Inventory(slots=(), live=live_tensors(model), refusals=(traced,))
@@ -32,7 +40,8 @@ def inventory_of(model: nn.Module, rules: KernelRules, traced: Twin | Refusal, *
     inventory = with_absorbed(inventory, _absorbed(model, rules))
     constants = refreshes_of_constants(model, traced, rules.kept) if has_noise else ()
     inventory = replace(inventory, refreshes=(*inventory.refreshes, *rules.refreshes(model), *constants))
-    return replace(inventory, find_copies=Copies(model, inventory, built=traced.values, kept=rules.kept).refusals)
+    copies = Copies(model, inventory, built=traced.values, kept=rules.kept, apart=apart)
+    return replace(inventory, find_copies=copies.refusals)
 
 
 def _absorbed(model: nn.Module, rules: KernelRules) -> Iterator[Absorbed]:

@@ -165,7 +165,8 @@ class Reading:
         """
         parameters = (item for _, module in self._modules for item in own_tensors(module, ("_parameters",)))
         is_plain_model = all(is_plain(name, tensor) for name, tensor in parameters)
-        if is_plain_model or (not self._refusals and all(held.scale is None for held in self.held)):
+        is_plain_model |= not self._refusals and all(held.scale is None for held in self.held)
+        if is_plain_model and self._rules.no_block_fp8 is not None:
             remedy = f"{_NOT_BOOTED_SO}: {self._rules.no_block_fp8}"
             self._refusals.insert(0, Refusal(module=model, reason=NO_BLOCK_FP8, remedy=remedy))
         naming, held = self._twin.naming, {slot.name for slot in self._slots}

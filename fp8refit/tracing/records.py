@@ -1,7 +1,7 @@
 """What a trace finds: copies, computations to be repeated, and anything else that a loader does."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -135,6 +135,21 @@ class Traced:
     objections: tuple[Objection, ...] = ()
     casts: frozenset[tuple[str, torch.dtype]] = frozenset()
     """Checkpoint tensors, and the dtypes that they are cast to on their way. Copies do not tell."""
+
+    @property
+    def taken(self) -> frozenset[str]:
+        """Names of the checkpoint tensors of which it made something."""
+        copied = (copy.source for copy in self.copies)
+        return frozenset(copied).union(base.name for each in self.computed for base in each.recipe.bases())
+
+    def without(self, parameters: Collection[str]) -> "Traced":
+        """Return what it did with the others."""
+        return replace(
+            self,
+            copies=tuple(each for each in self.copies if each.parameter not in parameters),
+            computed=tuple(each for each in self.computed if each.parameter not in parameters),
+            objections=tuple(each for each in self.objections if each.parameter not in parameters),
+        )
 
     def with_all(self, others: "Iterable[Traced]") -> "Traced":
         """Return what this and other traces found."""

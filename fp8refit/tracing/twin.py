@@ -112,6 +112,22 @@ class Twin:
     proved: dict[object, tuple[Refusal, ...]] = field(default_factory=dict)
     """What was proved of it, and what came out."""
 
+    def without(self, names: Collection[str]) -> "Twin":
+        """The same without tensors that the live model has of another one."""
+        firsts = {self.firsts[name] for name in names}
+        rest = {name: first for name, first in self.firsts.items() if first not in firsts}
+        traced = self.traced.without(firsts)
+        unread = self.traced.taken - traced.taken
+        sources = {name: meta for name, meta in self.naming.tensors.items() if name not in unread}
+        return replace(
+            self,
+            naming=replace(self.naming, tensors=sources),
+            traced=traced,
+            tensors={name: self.tensors[name] for name in rest},
+            firsts=rest,
+            constants={name: value for name, value in self.constants.items() if name in rest},
+        )
+
 
 def trace_twin(
     model: Any,

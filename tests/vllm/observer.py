@@ -24,11 +24,13 @@ def observe(worker, what: str, *arguments) -> object:
 
 
 def live_bytes(worker) -> dict[str, str]:
-    """A sha256 for each parameter and persistent buffer, by the engine's own name.
+    """A sha256 for each parameter and persistent buffer, by the engine's own name; those of a draft too.
 
     Without tables of angles: no checkpoint holds them, and vLLM's own reload makes them persistent until 0.23.
     """
     held = _model(worker).state_dict()
+    if (draft := _draft(worker)) is not None:
+        held |= {f"draft: {name}": tensor for name, tensor in draft.state_dict().items()}
     return looking.digests({name: held[name] for name in held if not name.endswith("cos_sin_cache")})
 
 
@@ -37,9 +39,11 @@ def places(worker) -> dict[str, list]:
 
 
 def scribble(worker) -> None:
-    """Overwrite every weight and scale, in place."""
-    for parameter in _model(worker).parameters():
-        parameter.detach().untyped_storage().fill_(0x55)  # absorbed copies are not contiguous
+    """Overwrite every weight and scale, in place, but not what a draft calls its tokens."""
+    draft = _draft(worker)
+    for parameter in (*_model(worker).parameters(), *(draft.parameters() if draft is not None else ())):
+        if parameter.dtype is not torch.int64:
+            parameter.detach().untyped_storage().fill_(0x55)  # absorbed copies are not contiguous
 
 
 def kv_scales(worker) -> dict[str, float]:
@@ -79,6 +83,10 @@ def echo(worker, said: str) -> str:
 
 def _model(worker) -> torch.nn.Module:
     return worker.model_runner.get_model()
+
+
+def _draft(worker) -> torch.nn.Module | None:
+    return getattr(getattr(worker.model_runner, "drafter", None), "model", None)
 
 
 OBSERVATIONS = {

@@ -21,7 +21,7 @@ from containers import run_container
 from core_loop import run_core_loop
 from custom_loaders import LOADERS, booted_with
 from dirty_engines import run_dirty_async, run_trainer_errors
-from drafts import run_drafts, run_fresh_drafts
+from drafts import run_drafting, run_drafts, run_fresh_drafting, run_fresh_drafts, save_drafting
 from drop_ins import (
     run_drop_in,
     run_drop_in_boot,
@@ -244,6 +244,9 @@ SCENARIOS = {
     "core loop": run_core_loop,
     "drafts": run_drafts,
     "fresh drafts": run_fresh_drafts,
+    "save drafting": save_drafting,
+    "drafting": run_drafting,
+    "fresh drafting": run_fresh_drafting,
     "online": run_online,
     "head bias": run_head_bias,
     "precision": run_precision,

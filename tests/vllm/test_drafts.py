@@ -1,4 +1,6 @@
-"""Real vLLM engines without a draft, given checkpoints that hold one: what vLLM skips, a refit ignores. On the CPU."""
+"""Real vLLM engines given checkpoints that hold a draft. A refit ignores what vLLM skips, and writes a draft that it has. On
+the CPU.
+"""
 
 import pytest
 
@@ -52,3 +54,72 @@ def test_a_name_that_belongs_to_no_draft_is_still_an_error(family, refitted):
     for name, error in refitted[family]["wrong"].items():
         assert error["named"] == [f"{name}: unexpected, this engine has no such weight; leave it out"]
     assert not refitted[family]["dirty"]
+
+
+DRAFTING = [
+    ("mtp", "multi-process"),
+    ("mtp", "tensor parallel"),
+    ("draft_model", "multi-process"),
+    ("eagle3", "multi-process"),
+]
+SHARED = {"mtp": ("embed_tokens.weight", "head.weight"), "eagle3": ("embed_tokens.weight",), "draft_model": ()}
+"""What these have of the target."""
+WAYS = ["mapping", "another order", "stream"]
+
+
+@pytest.fixture(scope="module", params=DRAFTING, ids=[" ".join(case) for case in DRAFTING])
+def case(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def drafting(case, run_engine, tmp_path_factory):
+    """What an engine with a draft found, and one that boots with the policy."""
+    method, layout = case
+    work = tmp_path_factory.mktemp("drafting")
+    run_engine("save drafting", method=method, work=work)
+    found = run_engine("drafting", method=method, layout=layout, work=work)
+    return found, run_engine("fresh drafting", method=method, layout=layout, work=work)
+
+
+def test_an_engine_and_its_draft_equal_fresh_ones_on_every_way_in(case, drafting):
+    found, fresh = drafting
+    assert found["before"]["live"] != fresh["live"]
+    for way in [*WAYS, *(["folder"] if case[0] == "mtp" else [])]:
+        assert {key: found[way][key] for key in ("live", "outputs")} == fresh, way
+        assert found[way]["kept"] == []
+        assert set(found[way]["ignored"]) <= set(found["drafts"])
+
+
+def test_a_draft_is_verified(drafting):
+    found, _ = drafting
+    assert found["verified"]
+    assert found["differs"] == [found["name"]]
+
+
+def test_a_policy_without_the_draft_is_refused_and_changes_nothing(drafting):
+    found, _ = drafting
+    refused = found["missing"]
+    assert refused["error"] == "InvalidSourceError" and "missing" in refused["message"]
+    assert all(name.split(":")[0].startswith(("draft.", "model.layers.2.")) for name in refused["named"])
+    assert found["untouched"]["live"] == found["mapping"]["live"]
+
+
+def test_a_draft_that_is_to_be_kept_is_kept_beside_another_policy(case, drafting):
+    found, fresh = drafting
+    assert found["kept"]["kept"] and set(found["kept"]["kept"]) <= set(found["drafts"])
+    for rank, (held, before) in enumerate(zip(found["kept"]["live"], fresh["live"], strict=True)):
+        draft = {name for name in held if name.startswith("draft: ")}
+        ends = SHARED[case[0]]
+        shared = {name for name in draft if ends and name.endswith(ends)}
+        changed = {name for name in draft if held[name] != before[name]}
+        assert changed == shared, rank
+        assert any(held[name] != before[name] for name in held.keys() - draft)
+
+
+def test_nan_in_a_draft_makes_the_engine_dirty_and_the_next_policy_heals_it(drafting):
+    found, fresh = drafting
+    bad = found["bad"]
+    assert bad["error"]["error"] == "NonFiniteError" and found["name"] in bad["error"]["message"]
+    assert bad["dirty"]
+    assert {key: bad[key] for key in ("live", "outputs")} == fresh
