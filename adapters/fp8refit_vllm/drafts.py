@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from fp8refit.errors import InvalidSourceError
 from fp8refit.live.drafts import named_apart
 from fp8refit.live.names import is_not_a_weight
 from fp8refit.live.slots import SCALE_SUFFIX, Inventory, Refusal, TensorMeta
@@ -50,19 +51,21 @@ class Draft:
         return {name: meta for name, meta in metadata.items() if not name.endswith(SCALE_SUFFIX)}
 
     @property
-    def naming(self) -> Naming:
-        """What its loader may take.
-
-        Raises:
-            InvalidSourceError: There is no checkpoint of safetensors.
-            ValueError: It holds weights that are packed.
-        """
-        weights = {name: meta for name, meta in self.stored.items() if not is_not_a_weight(name)}
+    def naming(self) -> Naming | Refusal:
+        """What its loader may take; a refusal if that is unknown."""
+        try:
+            weights = {name: meta for name, meta in self.stored.items() if not is_not_a_weight(name)}
+        except (InvalidSourceError, OSError, ValueError) as error:
+            return self._refusal(f"has weights whose names are unknown ({error})")
         tables = {name for name, meta in weights.items() if meta.dtype in _TABLES}
         packed = [name for name, meta in weights.items() if not meta.dtype.is_floating_point and name not in tables]
         if packed:
-            raise ValueError(f"its checkpoint holds packed weights, such as {packed[0]}")
+            return self._refusal(f"has packed weights in its checkpoint, such as {packed[0]}")
         return Naming(tensors={name: meta for name, meta in weights.items() if name not in tables})
+
+    def _refusal(self, reason: str) -> Refusal:
+        remedy = "Boot it from a BF16 or FP8 checkpoint of safetensors, which stays where it is, or without speculative_config"
+        return Refusal(module=type(self.network).__name__, reason=reason, remedy=remedy)
 
 
 def draft_of(worker: Any) -> Draft | None:

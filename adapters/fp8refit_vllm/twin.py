@@ -13,7 +13,7 @@ from fp8refit_transformers.naming import namings_of, plain_config, twin_or_refus
 from torch import nn
 
 from fp8refit.live.slots import Refusal
-from fp8refit.tracing.twin import EmptyOnMeta, Twin, format_stored, trace_as_named, trace_twin
+from fp8refit.tracing.twin import EmptyOnMeta, Naming, Twin, format_stored, trace_as_named, trace_twin
 from fp8refit_vllm.compat import holds_nvfp4
 from fp8refit_vllm.drafts import Draft
 
@@ -47,8 +47,13 @@ def twin_of(config: Any, draft: Draft | None = None) -> Twin | Refusal:
         ):
             yield model
 
+    asked = draft.naming if draft is not None else None
+    if isinstance(asked, Refusal):
+        return asked
+    named: Naming | None = asked
+
     def trace() -> Twin | None:
-        named, mode = draft.naming if draft is not None else None, EmptyOnMeta()
+        mode = EmptyOnMeta()
         namings = iter([named]) if named is not None else namings_of(_plain_config(model_config))
         with build(mode) as model:
             options = {"num_ranks": config.parallel_config.world_size, "build": build, "mode": mode}
