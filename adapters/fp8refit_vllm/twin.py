@@ -3,7 +3,7 @@
 import copy
 import inspect
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,57 +13,60 @@ from fp8refit_transformers.naming import namings_of, plain_config, twin_or_refus
 from torch import nn
 
 from fp8refit.live.slots import Refusal
-from fp8refit.tracing.twin import EmptyOnMeta, Naming, Twin, format_stored, trace_as_named, trace_twin
+from fp8refit.tracing.records import Traced
+from fp8refit.tracing.twin import EmptyOnMeta, Twin, format_stored, trace_as_named, trace_twin
 from fp8refit_vllm.compat import holds_nvfp4
 from fp8refit_vllm.drafts import Draft
 
 
-def twin_of(config: Any, draft: Draft | None = None) -> Twin | Refusal:
+def twin_of(config: Any, draft: Draft | None = None, beside: Sequence[str] = ()) -> Twin | Refusal:
     """Trace the loader of this rank's model, or of its draft; a refusal if that is impossible.
 
     Args:
         config: The worker's `VllmConfig`.
         draft: The draft.
+        beside: Patterns of what the target's checkpoints hold beside the target.
     """
-    if config.model_config.is_moe and config.parallel_config.data_parallel_size > 1:
+    own, model_config = config, config.model_config
+    prefix, naming = "", None
+    if draft is not None:
+        own, model_config, prefix = draft.config, draft.model_config, draft.prefix
+    if model_config.is_moe and config.parallel_config.data_parallel_size > 1:
         return Refusal(
             module="experts",
             reason="are spread over data-parallel replicas, and a refit writes one replica",
             remedy="Boot replicas as engines of their own (data_parallel_size=1), and refit each",
         )
+    if draft is not None and not draft.is_plain:
+        listed = draft.naming(beside)
+        if isinstance(listed, Refusal):
+            return listed
+        naming = listed
     from vllm.config import set_current_vllm_config
-
-    own = config if draft is None else draft.config
-    model_config, prefix = (config.model_config, "") if draft is None else (draft.model_config, draft.prefix)
 
     @contextmanager
     def build(mode: EmptyOnMeta) -> Iterator[nn.Module]:
         apart = _apart(own)
+        built_of = apart.model_config if model_config is own.model_config else model_config
         # Models of the Transformers backend need it while they are built.
-        is_of_it = model_config is own.model_config
-        with (
-            set_current_vllm_config(apart),
-            _built(apart, apart.model_config if is_of_it else model_config, prefix, mode) as model,
-        ):
+        with set_current_vllm_config(apart), _built(apart, built_of, prefix, mode) as model:
             yield model
-
-    asked = draft.naming if draft is not None else None
-    if isinstance(asked, Refusal):
-        return asked
-    named: Naming | None = asked
 
     def trace() -> Twin | None:
         mode = EmptyOnMeta()
-        namings = iter([named]) if named is not None else namings_of(_plain_config(model_config))
+        namings = iter([naming]) if naming is not None else namings_of(_plain_config(model_config))
         with build(mode) as model:
             options = {"num_ranks": config.parallel_config.world_size, "build": build, "mode": mode}
             options |= format_stored(own.quant_config, model)
             twin = trace_as_named(model, namings, **options)
-            if named is None or twin is None:
+            if draft is None or naming is None or twin is None or draft.is_apart:
                 return twin
             # The checkpoint is also the target's, of which the draft's loader takes little.
-            taken = {name: meta for name, meta in named.tensors.items() if name in twin.traced.taken}
-            return trace_twin(model, replace(named, tensors=taken), **options)
+            is_own, taken = draft.owns(beside), twin.traced.taken
+            rest = {name: meta for name, meta in naming.tensors.items() if is_own(name) or name in taken}
+            again = trace_twin(model, replace(naming, tensors=rest), **options)
+            lost = tuple(each for each in twin.traced.objections if each.parameter and not each.source)
+            return replace(again, traced=again.traced.with_all([Traced(copies=(), objections=lost)]))
 
     return twin_or_refusal(model_config.hf_config, trace)
 

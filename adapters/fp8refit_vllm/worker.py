@@ -40,7 +40,7 @@ from fp8refit_vllm.compat import (
 )
 from fp8refit_vllm.core import CORE_METHOD, SET_APART_METHOD, carry_out
 from fp8refit_vllm.core_compat import add_to_core, on_core_start, raise_refusals, set_apart_in_core
-from fp8refit_vllm.drafts import Draft, draft_of, read_draft
+from fp8refit_vllm.drafts import Draft, draft_of, read_boot_values, read_draft
 from fp8refit_vllm.kv_cache import read_kv_cache, reset_kv_scales
 from fp8refit_vllm.layout import VllmRules
 from fp8refit_vllm.twin import twin_of
@@ -49,6 +49,7 @@ from fp8refit_vllm.watch import FLAG_METHOD, watch
 PLUGIN_METHOD = "fp8refit_call"
 EXTENSION_METHOD = "fp8refit_extension_call"
 _RANK, _SERVER, _FLAG, _SCALES = "_fp8refit_rank", "_fp8refit_server", "_fp8refit_flag", "_fp8refit_scales"
+_DRAFT_VALUES = "_fp8refit_draft"
 
 
 def register() -> None:
@@ -107,6 +108,7 @@ def show_flag(worker: Any) -> str:
     on_deep_sleep(worker, lambda: rank_of(worker).target.forget_values())
     drop_in.install(worker, lambda: rank_of(worker))
     made_once(worker.model_runner, _SCALES, lambda: read_activation_scales(network))
+    made_once(worker.model_runner, _DRAFT_VALUES, lambda: read_boot_values(worker))
     return flag_of(worker).segment.model_dump_json()
 
 
@@ -185,7 +187,8 @@ class WorkerModel:
 
     @cached_property
     def _twin_of_draft(self) -> Twin | Refusal:
-        return twin_of(self._worker.vllm_config, self._draft)
+        twin = self._twin
+        return twin_of(self._worker.vllm_config, self._draft, twin.naming.beside if isinstance(twin, Twin) else ())
 
     def read_inventory(self) -> Inventory:
         """List the model's slots, what cannot be refitted, and what must be refreshed after a write."""
@@ -205,13 +208,12 @@ class WorkerModel:
         inventory = replace(inventory, kv=kv, refusals=refusals, refreshes=refreshes)
         if self._draft is None:
             return inventory
-        own, shared = read_draft(self._draft, self._twin_of_draft, network, inventory, has_noise=has_noise)
+        values = getattr(self._worker.model_runner, _DRAFT_VALUES, {})
+        own, shared = read_draft(self._draft, self._twin_of_draft, network, inventory, values)
         return with_draft(inventory, own, shared=shared)
 
     def _reset_dummy_scales(self) -> None:
         """Set KV scales to 1.0, once: a dummy boot fills them with noise, a boot from a checkpoint leaves 1.0."""
         if self._has_dummy_scales:
             reset_kv_scales(self.network)
-            if self._draft is not None:
-                reset_kv_scales(self._draft.network)
             self._has_dummy_scales = False

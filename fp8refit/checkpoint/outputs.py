@@ -11,6 +11,7 @@ import torch
 from fp8refit.errors import CheckpointError
 from fp8refit.fill.plan import are_unneeded
 from fp8refit.fill.ties import untied
+from fp8refit.live.drafts import DRAFT
 from fp8refit.live.formats import BlockFormat, Container, Placement, quantization_config
 from fp8refit.live.layout import EngineLayout, SlotLayout
 from fp8refit.live.names import is_not_a_weight
@@ -133,6 +134,7 @@ def outputs_like(layout: EngineLayout, metadata: Mapping[str, TensorMeta]) -> li
     """
     if layout.refusals:
         raise CheckpointError("this layout belongs to an engine that cannot be refitted:", layout.refusals)
+    layout = _without_draft(layout)
     slots = {slot.name: slot for slot in layout.slots}
     if any(slot.scale_format is not None and slot.scale_format.has_exponents for slot in layout.slots):
         raise CheckpointError(f"no checkpoint is written for MXFP8, which {layout.engine} makes of BF16 itself at boot")
@@ -161,6 +163,16 @@ def outputs_like(layout: EngineLayout, metadata: Mapping[str, TensorMeta]) -> li
     if problems:
         raise CheckpointError(f"this checkpoint does not fit the layout of {layout.engine}:", problems)
     return outputs
+
+
+def _without_draft(layout: EngineLayout) -> EngineLayout:
+    """The same without a draft that has a checkpoint of its own."""
+    return layout.model_copy(
+        update={
+            "slots": tuple(slot for slot in layout.slots if not slot.name.startswith(DRAFT)),
+            "stacked": tuple(stack for stack in layout.stacked if not stack.name.startswith(DRAFT)),
+        }
+    )
 
 
 def _is_cut(slot: SlotLayout) -> bool:

@@ -9,6 +9,8 @@ import torch
 from fp8refit.live.slots import Inventory, Refusal, Write
 
 T = TypeVar("T")
+DRAFT = "draft."
+"""Begins the names of what is in a draft's own checkpoint."""
 _LIVE = "draft model: "
 
 

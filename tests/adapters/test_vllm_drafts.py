@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fp8refit_vllm.drafts import Draft, draft_of
+from fp8refit_vllm.drafts import Draft, _restore_tables, draft_of, read_boot_values
 from safetensors.torch import save_file
 from torch import nn
 
@@ -20,17 +20,30 @@ class Network(nn.Module):
         """Take everything."""
 
 
-def draft_from(folder, **tensors):
+def config_of(model, *, method="mtp", target="target", **fields):
+    speculative = SimpleNamespace(
+        method=method, draft_model_config=SimpleNamespace(model=str(model), revision=None), draft_load_config=None
+    )
+    return SimpleNamespace(
+        speculative_config=speculative,
+        model_config=SimpleNamespace(model=str(target), revision=None, enable_sleep_mode=False),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+    )
+
+
+def draft_from(folder, *, target="target", **tensors):
     if tensors:
         save_file(tensors, folder / "model.safetensors")
-    return Draft(Network(), None, SimpleNamespace(model=str(folder)), prefix="", is_apart=True)
+    return Draft(Network(), None, config_of(folder, target=target))
 
 
 def test_the_names_of_a_draft_are_those_of_its_files(tmp_path):
     tables = {"d2t": torch.zeros(4, dtype=torch.int64), "t2d": torch.zeros(8, dtype=torch.bool)}
-    draft = draft_from(tmp_path, a=BF16.clone(), **{"b.weight": FP8, "b.weight_scale_inv": torch.ones(1, 1)}, **tables)
-    assert set(draft.naming.tensors) == {"a", "b.weight"}
-    assert set(draft.stored) == {"a", "b.weight", "d2t", "t2d"}
+    scales = {"b.weight_scale_inv": torch.ones(1, 1), "model.layers.0.self_attn.k_scale": torch.ones(())}
+    draft = draft_from(tmp_path, a=BF16.clone(), **{"b.weight": FP8}, **scales, **tables)
+    assert set(draft.naming(()).tensors) == {"a", "b.weight"}
+    assert tables.keys() < draft.stored.keys()
 
 
 @pytest.mark.parametrize(
@@ -39,22 +52,64 @@ def test_the_names_of_a_draft_are_those_of_its_files(tmp_path):
     ids=["no checkpoint", "packed"],
 )
 def test_a_draft_whose_names_are_unknown_is_refused(tensors, why, tmp_path):
-    refusal = draft_from(tmp_path, **tensors).naming
+    refusal = draft_from(tmp_path, **tensors).naming(())
     assert isinstance(refusal, Refusal)
     assert re.search(why, refusal.reason) and "without speculative_config" in refusal.remedy
 
 
+def test_weights_of_the_target_may_be_packed_beside_a_draft_in_its_checkpoint(tmp_path):
+    packed = torch.zeros(4, dtype=torch.uint8)
+    draft = draft_from(tmp_path, target=tmp_path, w=packed, **{"mtp.w": BF16.clone()})
+    assert set(draft.naming(["mtp.*"]).tensors) == {"mtp.w"}
+    refusal = draft_from(tmp_path, target=tmp_path, w=BF16.clone(), **{"mtp.w": packed}).naming(["mtp.*"])
+    assert "mtp.w" in refusal.reason
+
+
+@pytest.mark.parametrize(
+    ("part", "fields", "why"),
+    [
+        ("load_config", {"load_format": "dummy"}, "dummy weights"),
+        ("draft_load_config", {"load_format": "dummy"}, "dummy weights"),
+        ("cache_config", {"cache_dtype": "fp8"}, "FP8 KV cache"),
+    ],
+)
+def test_what_a_draft_would_lose_is_refused(part, fields, why):
+    config = config_of("draft")
+    config.model_config.enable_sleep_mode = True
+    owner = config.speculative_config if part == "draft_load_config" else config
+    setattr(owner, part, SimpleNamespace(download_dir=None, **fields))
+    assert [why in each.reason for each in Draft(Network(), None, config).refusals] == [True]
+
+
 def worker_of(model, method="mtp", own="draft"):
-    speculative = SimpleNamespace(method=method, draft_model_config=SimpleNamespace(model=own))
-    config = SimpleNamespace(speculative_config=speculative, model_config=SimpleNamespace(model="target"))
-    return SimpleNamespace(vllm_config=config, model_runner=SimpleNamespace(drafter=SimpleNamespace(model=model)))
+    runner = SimpleNamespace(drafter=SimpleNamespace(model=model))
+    return SimpleNamespace(vllm_config=config_of(own, method=method), model_runner=runner)
 
 
 def test_a_draft_is_a_model_that_loads_weights():
     network = Network()
     found = draft_of(worker_of(network))
     assert (found.network, found.prefix, found.is_apart) == (network, "", True)
-    assert draft_of(worker_of(network, "draft_model")).prefix == "draft_model"
+    assert draft_of(worker_of(network, "draft_model", "target")).is_apart
     assert not draft_of(worker_of(network, own="target")).is_apart
     assert draft_of(worker_of(nn.Linear(2, 2))) is None
     assert draft_of(worker_of(None, "ngram")) is None
+
+
+def test_what_no_policy_brings_is_read_at_boot_and_restored():
+    network = Network()
+    network.table = nn.Parameter(torch.arange(4), requires_grad=False)
+    network.layer = nn.Module()
+    network.layer.input_scale = nn.Parameter(torch.tensor(0.5), requires_grad=False)
+    worker = worker_of(network)
+    values = read_boot_values(worker)
+    assert values.keys() == {"table", "layer.input_scale"}
+    with torch.no_grad():
+        network.table.zero_()
+    (refresh,), refusals = _restore_tables(network, values)
+    refresh.run()
+    assert network.table.tolist() == [0, 1, 2, 3] and refusals == ()
+    _, (refusal,) = _restore_tables(network, {})
+    assert "table" in refusal.reason
+    worker.vllm_config.load_config.load_format = "dummy"
+    assert read_boot_values(worker) == {}

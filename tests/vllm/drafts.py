@@ -162,6 +162,10 @@ def run_drafting(method: str, layout: str, work: str) -> dict:
         name = next(name for name in drafts if name.endswith("o_proj.weight"))
         found["differs"] = list(Refitter(subject.llm).verify(policy | {name: -drafts[name]}).differing)
         found["name"] = name
+        wrong = (*WRONG[:2], "model.layers.0.self_attn.o_proj.absent")
+        found["wrong"] = {
+            n: subject.refused(subject.refit, policy | {n: torch.zeros(256, 256).bfloat16()}) for n in wrong
+        }
         found["missing"] = subject.refused(subject.refit, target)
         found["untouched"] = subject.state()
         report = subject.refit(old, keep=("model.layers.2.*",) if method == "mtp" else ("draft.*",))

@@ -39,11 +39,10 @@ def places(worker) -> dict[str, list]:
 
 
 def scribble(worker) -> None:
-    """Overwrite every weight and scale, in place, but not what a draft calls its tokens."""
+    """Overwrite every weight and scale, in place."""
     draft = _draft(worker)
     for parameter in (*_model(worker).parameters(), *(draft.parameters() if draft is not None else ())):
-        if parameter.dtype is not torch.int64:
-            parameter.detach().untyped_storage().fill_(0x55)  # absorbed copies are not contiguous
+        parameter.detach().untyped_storage().fill_(0x55)  # absorbed copies are not contiguous
 
 
 def kv_scales(worker) -> dict[str, float]:
