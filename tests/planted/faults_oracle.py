@@ -14,10 +14,31 @@ FAULTS = [
     ),
     Fault(
         name="vLLM keeps its prefix cache where a refit is one exchange",
-        at="adapters/fp8refit_vllm/core.py::carry_out",
+        at="adapters/fp8refit_vllm/core.py::_send",
         before="partial(core.reset_prefix_cache, bool(in_flight), has_connector)",
         after="partial(bool, True)",
         found_by=VLLM,
+    ),
+    Fault(
+        name="vLLM's core waits for a message after it let requests run",
+        at="adapters/fp8refit_vllm/core_compat.py::stop_requests",
+        before="core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))",
+        after="pass",
+        found_by="tests/vllm/test_async_engine.py -k looks_for_work",
+    ),
+    Fault(
+        name="vLLM's core lets requests run on a policy that a rank has not committed",
+        at="adapters/fp8refit_vllm/core.py::_is_committed",
+        before='outcome.ended == "done" and common_version(outcome.answers, if_written_by=request) is not None',
+        after='outcome.ended == "done"',
+        found_by="tests/adapters/test_vllm_core.py",
+    ),
+    Fault(
+        name="vLLM's draft keeps the policy before",
+        at="fp8refit/live/drafts.py::with_draft",
+        before="(*target.slots, *draft.slots)",
+        after="target.slots",
+        found_by="tests/vllm/test_drafts.py -k 'fresh_ones and draft_model'",
     ),
     Fault(
         name="requests that vLLM keeps go on with the KV of the policy before",
