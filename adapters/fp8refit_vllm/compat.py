@@ -294,9 +294,9 @@ def takes_version(client: Any) -> bool:
     return "weight_version" in signature(client.finish_weight_update).parameters
 
 
-def has_dummy_weights(config: Any) -> bool:
-    """Whether the engine was booted with dummy weights."""
-    load_format = config.load_config.load_format
+def has_dummy_weights(load_config: Any) -> bool:
+    """Whether a model was booted with dummy weights."""
+    load_format = load_config.load_format
     return str(getattr(load_format, "value", load_format)) == "dummy"
 
 

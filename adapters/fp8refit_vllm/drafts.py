@@ -1,6 +1,6 @@
 """The model that drafts tokens for a vLLM engine, and what its checkpoint holds."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -61,16 +61,12 @@ class Draft:
     @property
     def refusals(self) -> Iterator[Refusal]:
         """Why it cannot be refitted, before anything of it is read."""
-        if self._load_config is not None and has_dummy_weights(self._load_config):
+        own = getattr(self._config.speculative_config, "draft_load_config", None)
+        if has_dummy_weights(own or self._config.load_config):
             yield self._refusal("was booted with dummy weights, and some of what its checkpoint has is never sent")
         cached = str(getattr(self._config.cache_config, "cache_dtype", "auto"))
         if cached.startswith("fp8") and getattr(self._config.model_config, "enable_sleep_mode", False):
             yield self._refusal("has an FP8 KV cache, whose scales a deep sleep would lose")
-
-    @property
-    def _load_config(self) -> Any:
-        own = getattr(self._config.speculative_config, "draft_load_config", None)
-        return self._config if own is None else _With(own)
 
     @cached_property
     def stored(self) -> Mapping[str, TensorMeta]:
@@ -99,19 +95,12 @@ class Draft:
             return self._refusal(f"has packed weights in its checkpoint, such as {min(packed)}")
         return Naming(tensors={name: meta for name, meta in weights.items() if name not in odd})
 
-    def owns(self, beside: Sequence[str]) -> Any:
+    def owns(self, beside: Sequence[str]) -> Callable[[str], bool]:
         """A function that tells whether a name of its checkpoint is its own, not the target's. See `naming`."""
         return (lambda _: True) if self.is_apart else is_any_of(beside)
 
     def _refusal(self, reason: str) -> Refusal:
         return Refusal(module=type(self.network).__name__, reason=reason, remedy=_BOOT)
-
-
-class _With:
-    """A configuration with this part."""
-
-    def __init__(self, load_config: Any) -> None:
-        self.load_config = load_config
 
 
 def draft_of(worker: Any) -> Draft | None:
@@ -156,7 +145,8 @@ def read_draft(
     own = inventory_of(draft.network, rules, twin.without(names), apart=(network,))
     restored, without = restore_activation_scales(draft.network, values)
     tables, unknown = _restore_tables(draft.network, values)
-    never_sent = [name for name, meta in draft.stored.items() if meta.dtype in _TABLES or is_kv_scale(name)]
+    stored = {} if draft.is_plain else draft.stored  # the trace has found the files of any other
+    never_sent = [name for name, meta in stored.items() if meta.dtype in _TABLES or is_kv_scale(name)]
     own = replace(
         own,
         unneeded=(*own.unneeded, *never_sent),

@@ -137,7 +137,7 @@ def _make_rank(worker: Any) -> Rank:
         engine="vllm",
         versions={"vllm": vllm.__version__, "torch": torch.__version__},
         on_commit=partial(_lower, worker),
-        has_constants=not has_dummy_weights(worker.vllm_config),
+        has_constants=not has_dummy_weights(worker.vllm_config.load_config),
     )
     return Rank(target, _group_of(worker))
 
@@ -169,7 +169,7 @@ class WorkerModel:
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        self._has_dummy_scales = has_dummy_weights(worker.vllm_config)
+        self._has_dummy_scales = has_dummy_weights(worker.vllm_config.load_config)
 
     @property
     def network(self) -> nn.Module:
@@ -193,7 +193,7 @@ class WorkerModel:
     def read_inventory(self) -> Inventory:
         """List the model's slots, what cannot be refitted, and what must be refreshed after a write."""
         network, config = self.network, self._worker.vllm_config
-        has_noise = has_dummy_weights(config)
+        has_noise = has_dummy_weights(config.load_config)
         apart = () if self._draft is None else (self._draft.network,)
         inventory = inventory_of(network, VllmRules(), self._twin, has_noise=has_noise, apart=apart)
         kv = replace(read_kv_cache(self._worker, network), before_write=self._reset_dummy_scales)
