@@ -16,7 +16,7 @@ from fp8refit.errors import EngineLostError, RankFailedError, RefitError
 from fp8refit.remote.protocol.channel import Answers, Channel, send_in_turn
 from fp8refit.transport.running import begun
 from fp8refit_vllm.compat import token_ids
-from fp8refit_vllm.core import CORE_METHOD, SET_APART_METHOD, Outcome
+from fp8refit_vllm.core import CORE_METHOD, SET_APART_METHOD, Outcome, Pair
 from fp8refit_vllm.core_compat import check_continues, is_frozen, pause_generation, until_answered
 from fp8refit_vllm.driver import (
     channel_lost,
@@ -73,8 +73,8 @@ class AsyncDriver(Driver, Channel):
     async def pause(self, config: RefitConfig) -> int:
         """Stop the scheduler. New requests wait at our gate, where they are refused if the refit fails.
 
-        Requests that are frozen run on until the caches are dropped, or until the core stops them for two messages. Without a
-        KV connector: a core that transfers KV may take long to stop.
+        Requests that are frozen run on until the caches are dropped, or until the core stops them for two messages; but not
+        with a KV connector, because a core that transfers KV may take long to stop.
         """
         self._timeout_s, self._in_flight = config.timeout_s, config.in_flight
         if config.in_flight == "continue":
@@ -189,8 +189,8 @@ class AsyncDriver(Driver, Channel):
             answers = send_in_turn(self._call, self.flush_caches, messages, timeouts_s)
         else:
             stops = self._still_runs
-            how = has_connector(self.config), self._in_flight, self._timeout_s if stops else 0.0
-            called = call_core(CORE_METHOD, self._method, *messages, tuple(timeouts_s), *how)
+            pair = Pair(self._method, tuple(messages), tuple(timeouts_s), has_connector(self.config), self._in_flight)
+            called = call_core(CORE_METHOD, pair, self._timeout_s if stops else 0.0)
             answers = self._hear(called, sum(timeouts_s) + self._timeout_s, stops=stops)
         return await begun(answers, num_steps=_STEPS_TO_SEND) if begins else answers
 

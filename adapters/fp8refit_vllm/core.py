@@ -23,6 +23,21 @@ CORE_METHOD = "fp8refit_pair"
 SET_APART_METHOD = "fp8refit_set_apart"
 
 
+class Pair(NamedTuple):
+    """Two requests to every rank, and how to drop the caches between them. Sent as a list."""
+
+    method: str
+    """Name of the worker method that takes our messages."""
+    requests: Sequence[str]
+    timeouts_s: Sequence[float]
+    """Time limit of each request."""
+    has_connector: bool
+    """Whether a KV connector also keeps KV outside the engine."""
+    in_flight: str = ""
+    """Of the driver's `RefitConfig`; empty if no request can be running. With `keep`, KV is recomputed. With `continue`, it
+    stays, apart from that of later requests."""
+
+
 class Outcome(NamedTuple):
     """How far the core got. Sent as a list."""
 
@@ -46,41 +61,22 @@ class Outcome(NamedTuple):
     """Whether the core has stopped requests, and they are stopped still."""
 
 
-def carry_out(
-    core: Any,
-    method: str,
-    first: str,
-    second: str,
-    timeouts_s: Sequence[float],
-    has_connector: bool,
-    in_flight: str,
-    stops_within_s: float = 0.0,
-) -> "list[Any] | Future[list[Any]]":
-    """Stop requests if they run, and send `first` to every rank. If all succeed, drop the caches and send `second`.
-
-    If no request uses the caches, dropping them cannot fail: then workers in other processes get `second` at once, and
-    the core drops the caches meanwhile. Otherwise the caches are dropped first. Returns an `Outcome` as a list, or a future
-    of it.
+def carry_out(core: Any, pair: Sequence[Any], stops_within_s: float = 0.0) -> "list[Any] | Future[list[Any]]":
+    """Stop requests if they run, and send a pair. Returns an `Outcome` as a list, or a future of it.
 
     Args:
         core: vLLM's engine core.
-        method: Name of the worker method that takes our messages.
-        first: The first request.
-        second: The second request.
-        timeouts_s: Time limit of each request.
-        has_connector: Whether a KV connector also keeps KV outside the engine.
-        in_flight: Of the driver's `RefitConfig`; empty if no request can be running. With `keep`, KV is recomputed. With
-            `continue`, it stays, apart from that of later requests.
+        pair: A `Pair`.
         stops_within_s: Time limit for stopping requests; 0 if none can run. They run again if all ranks have committed a policy
-            by `second`.
+            by the second request.
     """
-    send = partial(_send, core, method, first, second, timeouts_s, has_connector, in_flight)
+    asked = Pair(*pair)
     if not stops_within_s:
-        return list(send())
+        return list(_send(core, asked))
 
     def send_and_go_on(pause_s: float) -> list[Any]:
-        start_s, outcome = time.perf_counter(), send()._replace(pause_s=pause_s)
-        if not (_is_committed(outcome, second) and _resume(core)):
+        start_s, outcome = time.perf_counter(), _send(core, asked)._replace(pause_s=pause_s)
+        if not (_is_committed(outcome, asked.requests[-1]) and _resume(core)):
             return list(outcome._replace(is_stopped=True))
         return list(outcome._replace(still_s=time.perf_counter() - start_s))
 
@@ -99,15 +95,13 @@ def _resume(core: Any) -> bool:
     return True
 
 
-def _send(
-    core: Any,
-    method: str,
-    first: str,
-    second: str,
-    timeouts_s: Sequence[float],
-    has_connector: bool,
-    in_flight: str,
-) -> Outcome:
+def _send(core: Any, pair: Pair) -> Outcome:
+    """Send the first request to every rank. If all succeed, drop the caches and send the second.
+
+    If no request uses the caches, dropping them cannot fail: then workers in other processes get the second at once, and the
+    core drops the caches meanwhile. Otherwise the caches are dropped first.
+    """
+    method, (first, second), timeouts_s, has_connector, in_flight = pair
     answers = core.collective_rpc(method, timeouts_s[0], (first,))
     if not have_done(answers, first):
         return Outcome("refused", answers)

@@ -20,7 +20,7 @@ from fp8refit.errors import (
 )
 from fp8refit.remote.protocol.channel import Answers, Channel, send_in_turn
 from fp8refit_vllm.compat import token_ids
-from fp8refit_vllm.core import CORE_METHOD, Outcome
+from fp8refit_vllm.core import CORE_METHOD, Outcome, Pair
 from fp8refit_vllm.core_compat import (
     begin_call,
     call_in_time,
@@ -195,7 +195,7 @@ class SyncDriver(Driver, Channel):
         begin, method = core_beginner(self._engine), self._method
         if len(messages) > 1:
             assert begin is not None, "num_ahead says so"
-            return begin(CORE_METHOD, method, *messages, tuple(timeouts_s), has_connector(self.config), "")
+            return begin(CORE_METHOD, Pair(method, tuple(messages), tuple(timeouts_s), has_connector(self.config)))
         if begin is not None:
             return begin("collective_rpc", method, timeouts_s[0], tuple(messages), None)
         wait = begin_call(self._executor, method, timeouts_s[0], messages[0])

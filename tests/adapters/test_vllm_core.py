@@ -442,7 +442,7 @@ WRITTEN = {
     "reports": (RankReport(num_tensors=1, bytes_read=2, bytes_written=3, fill_s=0.0, verify_s=0.0),),
 }
 STOPPED = [("stop", "keep", False), *BOTH, ("version", "5")]
-PAIR = PLUGIN_METHOD, FIRST, SECOND, TIMEOUTS_S, True, "keep"
+PAIR = PLUGIN_METHOD, (FIRST, SECOND), TIMEOUTS_S, True, "keep"
 
 
 @pytest.fixture
@@ -454,7 +454,7 @@ def dropping(core, monkeypatch):
 @pytest.mark.usefixtures("dropping")
 def test_a_core_stops_requests_and_lets_them_run_again_with_the_commit(core):
     core.replies["second"] = [WRITTEN, WRITTEN]
-    outcome = Outcome(*carry_out(core, *PAIR, 5.0))
+    outcome = Outcome(*carry_out(core, PAIR, 5.0))
     assert core.events == [*STOPPED, ("go on",)]
     assert outcome.still_s > outcome.flush_s > 0 and not outcome.is_stopped
 
@@ -463,7 +463,7 @@ def test_a_core_stops_requests_and_lets_them_run_again_with_the_commit(core):
 def test_a_core_waits_for_its_step_and_looks_for_work_afterwards(core):
     """vLLM waits for a message after it has called whoever waited for the end of a step."""
     core.stopped, core.replies["second"] = Future(), [WRITTEN, WRITTEN]
-    answer = carry_out(core, *PAIR, 5.0)
+    answer = carry_out(core, PAIR, 5.0)
     assert core.events == STOPPED[:1] and not answer.done()
     time.sleep(0.02)
     core.stopped.set_result(None)
@@ -477,7 +477,7 @@ def test_a_core_waits_for_its_step_and_looks_for_work_afterwards(core):
 @pytest.mark.parametrize("is_paused", [True, False], ids=["late", "let run again"])
 def test_a_core_writes_nothing_for_whoever_has_given_up(is_paused, core):
     core.stopped, core.is_paused = Future(), is_paused
-    answer = carry_out(core, *PAIR, 0.01 if is_paused else 5.0)
+    answer = carry_out(core, PAIR, 0.01 if is_paused else 5.0)
     time.sleep(0.02)
     core.stopped.set_result(None)
     outcome = Outcome(*answer.result(0))
@@ -499,7 +499,7 @@ def test_a_core_writes_nothing_for_whoever_has_given_up(is_paused, core):
 )
 def test_requests_stay_stopped_unless_every_rank_has_committed_one_policy(replies, core):
     core.replies["second"] = replies
-    outcome = Outcome(*carry_out(core, *PAIR, 5.0))
+    outcome = Outcome(*carry_out(core, PAIR, 5.0))
     assert outcome.is_stopped and outcome.still_s == 0.0
     assert ("go on",) not in core.events
 
@@ -507,14 +507,14 @@ def test_requests_stay_stopped_unless_every_rank_has_committed_one_policy(replie
 @pytest.mark.usefixtures("dropping")
 def test_requests_stay_stopped_while_caches_stay(core):
     core.is_empty = False
-    outcome = Outcome(*carry_out(core, *PAIR, 5.0))
+    outcome = Outcome(*carry_out(core, PAIR, 5.0))
     assert (outcome.ended, outcome.is_stopped) == ("kept", True)
     assert core.events == STOPPED[:3]
 
 
 def test_requests_stay_stopped_if_a_rank_refuses(core):
     core.replies["first"][1] = "rubbish"
-    outcome = Outcome(*carry_out(core, *PAIR, 5.0))
+    outcome = Outcome(*carry_out(core, PAIR, 5.0))
     assert (outcome.ended, outcome.is_stopped) == ("refused", True)
     assert core.events == STOPPED[:2]
 
@@ -522,7 +522,7 @@ def test_requests_stay_stopped_if_a_rank_refuses(core):
 @pytest.mark.usefixtures("dropping")
 def test_a_scheduler_that_stays_paused_after_a_commit_is_left_to_the_driver(core):
     core.raises["go on"], core.replies["second"] = RuntimeError("of the scheduler"), [WRITTEN, WRITTEN]
-    outcome = Outcome(*carry_out(core, *PAIR, 5.0))
+    outcome = Outcome(*carry_out(core, PAIR, 5.0))
     assert (outcome.ended, outcome.is_stopped, outcome.still_s) == ("done", True, 0.0)
 
 
@@ -532,14 +532,14 @@ def test_whoever_called_a_core_hears_what_a_worker_raised(waits, core):
     core.raises["fp8refit_call"] = RuntimeError("of a worker")
     core.stopped = Future() if waits else None
     with pytest.raises(RuntimeError, match="of a worker"):
-        answer = carry_out(core, *PAIR, 5.0)
+        answer = carry_out(core, PAIR, 5.0)
         core.stopped.set_result(None)
         answer.result(0)
 
 
 def test_requests_that_go_on_with_their_kv_get_hashes_that_no_other_can_have(core, running):
     core.reset_prefix_cache = lambda *asked: core.note(*asked) or core.pool.get_num_free_blocks() == 7
-    found = carry_out(core, PLUGIN_METHOD, FIRST, SECOND, TIMEOUTS_S, False, "continue")
+    found = carry_out(core, (PLUGIN_METHOD, (FIRST, SECOND), TIMEOUTS_S, False, "continue"))
     assert (found[0], core.events[1]) == ("done", (False, False))
     assert core.pool.get_num_free_blocks() == 5
     went_on, waiting = running
@@ -548,13 +548,13 @@ def test_requests_that_go_on_with_their_kv_get_hashes_that_no_other_can_have(cor
     assert not set(went_on.block_hashes) & set(waiting.block_hashes)
     assert len(set(went_on.block_hashes)) == 2
     first = list(went_on.block_hashes)
-    carry_out(core, PLUGIN_METHOD, FIRST, SECOND, TIMEOUTS_S, False, "continue")
+    carry_out(core, (PLUGIN_METHOD, (FIRST, SECOND), TIMEOUTS_S, False, "continue"))
     assert not set(first) & set(went_on.block_hashes)
 
 
 def test_a_core_that_cannot_set_kv_apart_keeps_the_old_policy(core, running):
     core.raises["flush"] = RuntimeError("another vLLM")
-    found = carry_out(core, PLUGIN_METHOD, FIRST, SECOND, TIMEOUTS_S, False, "continue")
+    found = carry_out(core, (PLUGIN_METHOD, (FIRST, SECOND), TIMEOUTS_S, False, "continue"))
     assert (found[0], found[4]) == ("kept", "RuntimeError: another vLLM")
     assert [name for name, *_ in core.events] == ["fp8refit_call", "flush"]
     assert core.pool.get_num_free_blocks() == 5
