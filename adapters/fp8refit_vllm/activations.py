@@ -36,9 +36,13 @@ def restore_activation_scales(
             refusals.append(Refusal(module=module, reason=reason, remedy=remedy))
     if not live or refusals:
         return (), tuple(refusals)
+    return (as_booted("static scales of activations", live, values),), ()
+
+
+def as_booted(what: str, live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Refresh:
+    """The step that gives live tensors the values with which the engine booted, by name."""
     written = tuple(live.values())
-    run = partial(_write, written, [values[name] for name in live])
-    return (Refresh(name="static scales of activations", run=run, written=written),), ()
+    return Refresh(name=what, run=partial(_write, written, [values[name] for name in live]), written=written)
 
 
 def _scales_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from fp8refit.live.slots import SCALE_SUFFIX, Inventory, Refresh, Refusal, Tenso
 from fp8refit.sources.checkpoints import SafetensorsSource
 from fp8refit.tracing.inventory import inventory_of
 from fp8refit.tracing.twin import Naming, Twin, named_tensors
-from fp8refit_vllm.activations import read_activation_scales, restore_activation_scales
+from fp8refit_vllm.activations import as_booted, read_activation_scales, restore_activation_scales
 from fp8refit_vllm.compat import has_dummy_weights
 from fp8refit_vllm.layout import VllmRules
 
@@ -185,17 +185,7 @@ def _restore_tables(
     if unknown := [name for name in live if name not in values]:
         reason = f"has tables of token ids ({', '.join(unknown)}) that were not read at boot"
         return (), (Refusal(module=type(network).__name__, reason=reason, remedy="Boot it with fp8refit's plugin"),)
-    if not live:
-        return (), ()
-    written = tuple(live.values())
-    run = partial(_write, written, [values[name] for name in live])
-    return (Refresh(name="tables of token ids", run=run, written=written),), ()
-
-
-@torch.inference_mode()
-def _write(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
+    return ((as_booted("tables of token ids", live, values),) if live else ()), ()
 
 
 def _folder_of(model_config: Any, load_config: Any) -> Path:

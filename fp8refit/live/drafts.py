@@ -41,11 +41,11 @@ def with_draft(target: Inventory, draft: Inventory, *, shared: Mapping[str, str]
         unneeded=tuple(dict.fromkeys((*target.unneeded, *(name for name in draft.unneeded if name not in taken)))),
         stacked=(*target.stacked, *draft.stacked),
         buffers=target.buffers | draft.buffers,
-        written_as=_joined(draft.written_as, target.written_as),
+        written_as={**draft.written_as, **target.written_as},
         padding=(*target.padding, *draft.padding),
         refreshes=(*target.refreshes, *draft.refreshes),
         refusals=(*target.refusals, *(replace(each, module=_LIVE + each.module) for each in draft.refusals)),
-        partly_read=_joined(draft.partly_read, target.partly_read),
+        partly_read={**draft.partly_read, **target.partly_read},
         find_copies=find_copies,
         prove=prove if target.prove is not None or draft.prove is not None else None,
     )
@@ -67,7 +67,3 @@ def named_apart(inventory: Inventory, prefix: str) -> Inventory:
         written_as=named(inventory.written_as),
         partly_read=named(inventory.partly_read),
     )
-
-
-def _joined(one: Mapping[str, T], other: Mapping[str, T]) -> dict[str, T]:
-    return {**one, **other}

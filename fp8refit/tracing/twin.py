@@ -300,8 +300,7 @@ def _skips(load: Load, named: Mapping[str, Tensor], naming: Naming, pattern: str
         traced = trace_once(load, named, asked)
     except Exception:  # noqa: BLE001 - as above
         return False
-    taken = {each.source for found in (traced.copies, traced.objections) for each in found}
-    taken |= {base.name for computed in traced.computed for base in computed.recipe.bases()}
+    taken = traced.taken.union(each.source for each in traced.objections)
     return taken.isdisjoint(asked)
 
 

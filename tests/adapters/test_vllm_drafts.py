@@ -81,6 +81,17 @@ def test_what_a_draft_would_lose_is_refused(part, fields, why):
     assert [why in each.reason for each in Draft(Network(), None, config).refusals] == [True]
 
 
+def test_the_configuration_of_a_draft_is_that_with_which_vllm_built_it():
+    config = config_of("draft")
+
+    def of(**proposer):
+        return Draft(Network(), SimpleNamespace(**proposer), config).config
+
+    assert of(_create_draft_vllm_config=lambda: "made for it") == "made for it"
+    assert of(_draft_vllm_config="of the second runner") == "of the second runner"
+    assert of() is config
+
+
 def worker_of(model, method="mtp", own="draft"):
     runner = SimpleNamespace(drafter=SimpleNamespace(model=model))
     return SimpleNamespace(vllm_config=config_of(own, method=method), model_runner=runner)

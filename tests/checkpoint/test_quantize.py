@@ -421,6 +421,19 @@ def test_only_what_the_engine_quantizes_is_quantized(tmp_path, dst):
     assert kept == ["lm_head", Q_PROJ.removesuffix(".weight")]
 
 
+def test_a_draft_with_a_checkpoint_of_its_own_is_not_asked_for(dst, tmp_path):
+    layout = fake_layout()
+    draft = next(slot for slot in layout.slots if slot.name == Q_PROJ).model_copy(update={"name": f"draft.{Q_PROJ}"})
+    src = write_checkpoint(tmp_path / "without extras", make_weights(extra=False))
+    quantize_checkpoint(src, dst, like=layout.model_copy(update={"slots": (*layout.slots, draft)}))
+    assert read_shards(dst).keys() == read_shards(quantized(src, tmp_path / "alone", layout)).keys()
+
+
+def quantized(src: Path, dst: Path, layout: EngineLayout) -> Path:
+    quantize_checkpoint(src, dst, like=layout)
+    return dst
+
+
 def test_a_router_that_the_engine_quantizes_is_quantized(tmp_path, dst):
     """As `fp8_per_block` does in vLLM, and no published checkpoint."""
     layout, weights = fake_layout(), make_weights(extra=False)
