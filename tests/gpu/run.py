@@ -3,6 +3,7 @@
     python tests/gpu/run.py SCENARIO [MODE] --shape S --work DIR --out FILE ...
 
     broadcast         a trainer on one GPU and vLLM engines on others
+    drafts            one vLLM engine whose tokens a second model drafts, refitted, and one booted afresh
     models            one engine of a model with experts or latent attention, or of a whole model
     kv                one engine, or one model of transformers, with an FP8 KV cache
     precision         one trainer in the precision of an engine
