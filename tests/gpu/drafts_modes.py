@@ -1,12 +1,13 @@
 """vLLM engines with a model that drafts tokens: one that is refitted with its draft and without it, and one booted afresh.
 
     refit    an engine of policy 1, moved to policy 2 with its draft, to policy 1 without it, and to policy 1 with it
-    fresh    boots from policy 2
+    fresh    boots from policy 2, quantized as that engine's layout says
 
 The draft is a model of the target's shape with the target's own weights: it guesses right as long as both hold one policy.
 """
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import policies
@@ -17,21 +18,23 @@ from live_model import hash_bytes
 from torch import Tensor
 
 from fp8refit import Refitter
+from fp8refit.checkpoint import quantize_checkpoint
 
 NUM_GUESSES = 3
 NUM_TOKENS = 64
 NUM_REFITS = 50
 
 
-def boot(args: Any, seed: int) -> Vllm:
-    """Of a policy. It quantizes by itself."""
+def boot(model: Path, draft: Path, **options: Any) -> Vllm:
+    drafts = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": NUM_GUESSES}
+    return Vllm(model, is_inside=True, speculative_config=drafts, disable_log_stats=False, **options)
+
+
+def saved(args: Any, seed: int) -> Path:
     folder = args.work / f"policy-{seed}"
-    if not (folder / "config.json").exists():
-        write_shards(policy_of(args, seed).items(), folder)
-        policies.write_config(args.shape, folder)
-    drafts = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": NUM_GUESSES}
-    options = {"quantization": "fp8_per_block", "speculative_config": drafts, "disable_log_stats": False}
-    return Vllm(folder, is_inside=True, **options)
+    write_shards(policy_of(args, seed).items(), folder)
+    policies.write_config(args.shape, folder)
+    return folder
 
 
 def policy_of(args: Any, seed: int) -> dict[str, Tensor]:
@@ -55,7 +58,8 @@ def counts_of(engine: Vllm) -> tuple[int, int]:
 
 
 def run_refit(args: Any) -> dict[str, Any]:
-    engine = boot(args, 1)
+    folder = saved(args, 1)
+    engine = boot(folder, folder, quantization="fp8_per_block")
     refitter = Refitter(engine.candidate)
     old, new = (policy_of(args, seed) for seed in (1, 2))
     whole = {seed: each | {f"draft.{n}": t for n, t in each.items()} for seed, each in ((1, old), (2, new))}
@@ -71,12 +75,13 @@ def run_refit(args: Any) -> dict[str, Any]:
         seconds, *_ = timed(partial(refitter.refit, whole[1 + index % 2]))
         times_ms.append(seconds * 1e3)
     found |= {"times_ms": times_ms, "grown_bytes": free - free_bytes(), "last": state_of(engine)}
+    quantize_checkpoint(saved(args, 2), args.work / "policy-2-fp8", like=refitter.layout())
     engine.shutdown()
     return found
 
 
 def run_fresh(args: Any) -> dict[str, Any]:
-    return state_of(boot(args, 2))
+    return state_of(boot(args.work / "policy-2-fp8", args.work / "policy-2"))
 
 
 MODES = {"refit": run_refit, "fresh": run_fresh}
