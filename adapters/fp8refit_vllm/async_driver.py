@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from typing_extensions import override
@@ -12,12 +13,23 @@ from typing_extensions import override
 from fp8refit.config import RefitConfig
 from fp8refit.driver.admission import cannot_continue, still_running
 from fp8refit.driver.engine import Driver
+from fp8refit.driver.replicas import gathering
 from fp8refit.errors import EngineLostError, RankFailedError, RefitError
 from fp8refit.remote.protocol.channel import Answers, Channel, send_in_turn
+from fp8refit.remote.protocol.messages import failure_of
 from fp8refit.transport.running import begun
 from fp8refit_vllm.compat import token_ids
 from fp8refit_vllm.core import CORE_METHOD, SET_APART_METHOD, Outcome, Pair
-from fp8refit_vllm.core_compat import check_continues, is_frozen, pause_generation, until_answered
+from fp8refit_vllm.core_compat import (
+    call_cores,
+    call_each_core,
+    check_continues,
+    cores_of,
+    is_frozen,
+    pause_generation,
+    steps_with_others,
+    until_answered,
+)
 from fp8refit_vllm.driver import (
     channel_lost,
     error_of,
@@ -34,8 +46,8 @@ T = TypeVar("T")
 
 _DYING_S = 1.0
 """How long it may take until vLLM notices that its core died."""
-_STEPS_TO_SEND = 3
-"""How many iterations of the event loop it takes until a call to the engine core has been sent."""
+_STEPS_TO_SEND = 4
+"""How many iterations of the event loop it takes until a call to every engine core has been sent."""
 
 
 class AsyncDriver(Driver, Channel):
@@ -57,6 +69,9 @@ class AsyncDriver(Driver, Channel):
         self._timeout_s, self._in_flight = RefitConfig().timeout_s, RefitConfig().in_flight
         self._published: int | None = None
         self.config = llm.vllm_config
+        self._num_replicas = max(len(cores_of(llm.engine_core)), 1)
+        self._steps_together = steps_with_others(self.config)
+        self._is_gathered = self._num_replicas == 1 or self._steps_together
 
     @property
     def _llm(self) -> Any:
@@ -153,14 +168,14 @@ class AsyncDriver(Driver, Channel):
         if self._still_runs:
             await self._stop()
         if self._in_flight == "continue":
-            dropped = llm.engine_core.call_utility_async(SET_APART_METHOD)
+            dropped = call_cores(llm.engine_core, SET_APART_METHOD)
         else:
-            dropped = llm.reset_prefix_cache(True, has_connector(self.config))
+            dropped = call_cores(llm.engine_core, "reset_prefix_cache", True, has_connector(self.config))
         try:
-            is_empty = await self._ask(dropped)
+            are_empty = await self._ask(dropped)
         except RankFailedError as error:
             raise kept(str(error)) from error
-        if not is_empty:
+        if not all(are_empty):
             raise kept()
         if self.config.model_config.is_multimodal_model:
             await self._ask(self._llm.reset_mm_cache())
@@ -195,7 +210,42 @@ class AsyncDriver(Driver, Channel):
         return await begun(answers, num_steps=_STEPS_TO_SEND) if begins else answers
 
     async def _call(self, message: str, timeout_s: float) -> Sequence[str]:
-        return await self._ask_ranks(self._llm.collective_rpc(self._method, timeout_s, (message,)), timeout_s)
+        if self._num_replicas == 1:
+            return await self._ask_ranks(self._llm.collective_rpc(self._method, timeout_s, (message,)), timeout_s)
+        if self._is_gathered:
+            return await self._call_replicas([(message,)] * self._num_replicas, timeout_s)
+        parallel = self.config.parallel_config
+        host = parallel.data_parallel_master_ip
+        with gathering(self._num_replicas, parallel.world_size, host=host, timeout_s=self._timeout_s) as places:
+            asked = [(message, place.model_dump_json()) for place in places]
+            answers = await self._call_replicas(asked, timeout_s + self._timeout_s)
+        self._is_gathered = not any(map(failure_of, answers))
+        return answers
+
+    async def _call_replicas(self, asked: Sequence[tuple[str, ...]], timeout_s: float) -> list[str]:
+        """Call the ranks of all replicas. Returns their answers, replica by replica.
+
+        Args:
+            asked: What each replica is asked.
+            timeout_s: Time limit.
+        """
+        client = self._llm.engine_core
+        async with self._standing_still():
+            calls = [("collective_rpc", self._method, timeout_s, each, None) for each in asked]
+            answers = await self._ask_ranks(call_each_core(client, calls), timeout_s)
+        return [answer for of_replica in answers for answer in of_replica]
+
+    @asynccontextmanager
+    async def _standing_still(self) -> AsyncIterator[None]:
+        """Let no replica step while ranks vote, if they step together: those in a step would wait for those in a vote."""
+        is_stopped = not self._steps_together or self._is_stopped or await self._ask(self._llm.is_paused())
+        if not is_stopped:
+            await self._ask(pause_generation(self._llm, "keep"))
+        try:
+            yield
+        finally:
+            if not (is_stopped or self._llm.errored):
+                await self._ask(self._llm.engine_core.resume_scheduler_async())
 
     async def _hear(self, called: Awaitable[Sequence[Any]], timeout_s: float, *, stops: bool) -> Answers:
         self._is_stopped |= stops  # as far as known
@@ -211,7 +261,8 @@ class AsyncDriver(Driver, Channel):
     def _call_core(self) -> Callable[..., Awaitable[Any]] | None:
         """Calls a method of the engine core; None if the core does not take two messages in one exchange."""
         call: Callable[..., Awaitable[Any]] | None = getattr(self._llm.engine_core, "call_utility_async", None)
-        return call if takes_pairs(self.config, self._method) else None
+        # No replica may write before the caches of all are dropped.
+        return call if self._num_replicas == 1 and takes_pairs(self.config, self._method) else None
 
     async def _ask_ranks(self, call: Awaitable[T], timeout_s: float) -> T:
         self._published = None

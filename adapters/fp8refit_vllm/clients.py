@@ -5,6 +5,7 @@ from typing import Any
 
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit_vllm.compat import WORKER, is_async_client, loads_plugin, num_api_servers
+from fp8refit_vllm.core_compat import cores_of, steps_with_others
 from fp8refit_vllm.worker import EXTENSION_METHOD, PLUGIN_METHOD
 
 PLUGIN = "fp8refit"
@@ -17,17 +18,22 @@ def method_of(config: Any) -> str:
     return EXTENSION_METHOD if config.parallel_config.worker_extension_cls == _EXTENSION else PLUGIN_METHOD
 
 
-def check_layout(config: Any) -> None:
+def check_layout(config: Any, client: Any = None) -> None:
     """Refuse an engine whose client sees only a part of it.
 
+    Args:
+        config: The engine's `VllmConfig`.
+        client: The client of its cores; None for a worker.
+
     Raises:
-        UnsupportedEngineError: It runs data-parallel replicas.
+        UnsupportedEngineError: Its experts are spread over replicas that the client does not reach.
     """
     num_replicas = config.parallel_config.data_parallel_size
-    if num_replicas > 1:
+    if steps_with_others(config) and len(cores_of(client)) < num_replicas:
         raise UnsupportedEngineError(
-            f"the engine runs {num_replicas} data-parallel replicas behind one client, which reaches only one of them; "
-            "start one engine per replica, and refit each"
+            f"the experts of this engine are spread over {num_replicas} data-parallel replicas, of which this process reaches "
+            "only a part: boot it as one AsyncLLM or one server with data_parallel_size, without data_parallel_rank and "
+            "without --data-parallel-hybrid-lb"
         )
 
 
@@ -63,4 +69,4 @@ def check_server(client: Any) -> None:
             f"{num_processes} processes take requests for this server, and a refit could pause only one of them; start "
             "it with --api-server-count 1"
         )
-    check_layout(client.vllm_config)
+    check_layout(client.vllm_config, client.engine_core)

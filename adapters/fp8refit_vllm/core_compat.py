@@ -5,7 +5,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
@@ -48,6 +48,30 @@ async def pause_generation(llm: Any, mode: str) -> None:
     deadline_s = time.monotonic() + _LAST_OUTPUTS_S
     while not is_frozen(mode) and llm.output_processor.get_num_unfinished_requests() and time.monotonic() < deadline_s:
         await asyncio.sleep(_LOOK_S)
+
+
+def cores_of(client: Any) -> list[Any]:
+    """The engine cores in other processes that a client reaches, as it names them: one for each replica."""
+    return list(getattr(client, "core_engines", ()))
+
+
+def steps_with_others(config: Any) -> bool:
+    """Whether each step of an engine core takes all replicas, because their ranks share experts."""
+    return config.parallel_config.data_parallel_size > 1 and bool(config.model_config.is_moe)
+
+
+async def call_cores(client: Any, *call: Any) -> list[Any]:
+    """Call a method of all engine cores with the same arguments. Returns their results; vLLM's calls return the first's."""
+    num_cores = len(cores_of(client))
+    return (
+        [await client.call_utility_async(*call)] if num_cores < 2 else await call_each_core(client, [call] * num_cores)
+    )
+
+
+async def call_each_core(client: Any, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Make one call to each of a client's engine cores, at the same time. Returns their results."""
+    begun = (client._call_utility_async(*call, engine=core) for core, call in zip(cores_of(client), calls, strict=True))
+    return list(await asyncio.gather(*begun))
 
 
 def in_process_executor(engine: Any) -> Any:

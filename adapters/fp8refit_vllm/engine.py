@@ -26,7 +26,7 @@ class VllmEngine(DelegatingEngine):
         candidate: An LLM, AsyncLLM, worker or server.
 
     Raises:
-        UnsupportedEngineError: `candidate` is another vLLM object, runs data-parallel replicas, is too old, or has
+        UnsupportedEngineError: `candidate` is another vLLM object, reaches only a part of its experts, is too old, or has
             workers that did not load our plugin.
         EngineLostError: The server cannot be reached.
     """
@@ -77,7 +77,7 @@ def _drive(candidate: Any) -> SyncDriver | AsyncDriver | WorkerDriver:
         raise UnsupportedEngineError(
             f"{type(candidate).__name__} is not a vllm.LLM, an AsyncLLM or a worker; pass the LLM itself"
         )
-    check_layout(engine.vllm_config)
+    check_layout(engine.vllm_config, engine.engine_core)
     method = method_of(engine.vllm_config)
     driver = (AsyncDriver if is_async else SyncDriver)(candidate, method)
     if driver.worker is None:

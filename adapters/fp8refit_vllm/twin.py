@@ -31,12 +31,6 @@ def twin_of(config: Any, draft: Draft | None = None, beside: Sequence[str] = ())
     prefix, naming = "", None
     if draft is not None:
         own, model_config, prefix = draft.config, draft.model_config, draft.prefix
-    if model_config.is_moe and config.parallel_config.data_parallel_size > 1:
-        return Refusal(
-            module="experts",
-            reason="are spread over data-parallel replicas, and a refit writes one replica",
-            remedy="Boot replicas as engines of their own (data_parallel_size=1), and refit each",
-        )
     if draft is not None and not draft.is_plain:
         listed = draft.naming(beside)
         if isinstance(listed, Refusal):
@@ -56,7 +50,7 @@ def twin_of(config: Any, draft: Draft | None = None, beside: Sequence[str] = ())
         mode = EmptyOnMeta()
         namings = iter([naming]) if naming is not None else namings_of(_plain_config(model_config))
         with build(mode) as model:
-            options = {"num_ranks": config.parallel_config.world_size, "build": build, "mode": mode}
+            options = {"num_ranks": config.parallel_config.world_size_across_dp, "build": build, "mode": mode}
             options |= format_stored(own.quant_config, model)
             twin = trace_as_named(model, namings, **options)
             if draft is None or naming is None or twin is None or draft.is_apart:

@@ -15,6 +15,7 @@ from torch import nn
 
 from fp8refit.driver.attach import hold, made_once
 from fp8refit.driver.drop_in import DropInOptions
+from fp8refit.driver.replicas import Gathering
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.drafts import with_draft
 from fp8refit.live.slots import Inventory, Refresh, Refusal
@@ -91,14 +92,36 @@ def __getattr__(name: str) -> Any:
 class Extension:
     """For `worker_extension_cls`, as `WorkerExtension`."""
 
-    def fp8refit_extension_call(self, message: str) -> str:
+    def fp8refit_extension_call(self, message: str, gathering: str = "") -> str:
         """Answer one message of a driver. Never raises."""
-        return serve(self, message)
+        return serve(self, message, gathering)
 
 
-def serve(worker: Any, message: str) -> str:
-    """Answer one message of a driver. Never raises."""
+def serve(worker: Any, message: str, gathering: str = "") -> str:
+    """Answer one message of a driver. Never raises.
+
+    Args:
+        worker: The worker.
+        message: The message.
+        gathering: A `Gathering`, if this worker shall vote with the ranks of other replicas from now on.
+    """
+    if gathering:
+        _forget(worker)
+        setattr(worker, _SERVER, RankServer(lambda: _gathered(worker, gathering)))
     return made_once(worker, _SERVER, lambda: RankServer(lambda: rank_of(worker))).handle(message)
+
+
+def _forget(worker: Any) -> None:
+    """Forget what an earlier driver has left."""
+    server: RankServer | None = getattr(worker, _SERVER, None)
+    if server is not None and server.orders is not None:
+        server.orders.forget()
+
+
+def _gathered(worker: Any, gathering: str) -> Rank:
+    """The rank of `worker` among those of all replicas. Updates by the worker itself go on alone."""
+    group = Gathering.model_validate_json(gathering).join(worker.rank)
+    return Rank(rank_of(worker).target, group)
 
 
 def show_flag(worker: Any) -> str:
@@ -148,7 +171,9 @@ def _lower(worker: Any) -> None:
 
 
 def _group_of(worker: Any) -> Group | None:
-    num_ranks = worker.vllm_config.parallel_config.world_size
+    num_ranks = (
+        worker.vllm_config.parallel_config.world_size_across_dp
+    )  # experts are spread over replicas that step together
     if num_ranks == 1:
         return None
     process_group = engine_process_group(num_ranks)

@@ -3,6 +3,8 @@
 import os
 import signal
 
+import observer
+
 from fp8refit.ranks.live_model import LiveModel
 from tests.engines.faults import end_next_write, fail
 
@@ -12,7 +14,7 @@ def arm(worker, rank: int, fault: str, pid: int | None = None) -> bool:
 
     `die` kills the worker, or the process `pid`.
     """
-    if worker.rank != rank:
+    if observer.number_of(worker) != rank:
         return False
     victim = os.getpid() if pid is None else pid
     # As the kernel's out-of-memory killer does it.
@@ -22,7 +24,7 @@ def arm(worker, rank: int, fault: str, pid: int | None = None) -> bool:
 
 def arm_measuring(worker, rank: int) -> bool:
     """Let the next calibration of `rank` fail when its pass is over; whether this is that rank."""
-    if worker.rank != rank:
+    if observer.number_of(worker) != rank:
         return False
     honest = LiveModel.measure_kv
 
@@ -60,7 +62,7 @@ def flip(worker, rank: int) -> bool:
     """Change one bit of a weight of `rank`; whether this is that rank."""
     import torch
 
-    if worker.rank != rank:
+    if observer.number_of(worker) != rank:
         return False
     weight = worker.model_runner.get_model().model.layers[1].mlp.down_proj.weight
     weight.detach().view(torch.uint8).view(-1)[-1] ^= 1

@@ -73,6 +73,14 @@ CASES = {
         fresh_environment=NO_PLUGIN,
         fresh_options=(("worker_extension_cls", "fp8refit_vllm.worker.WorkerExtension"),),
     ),
+    "replicas": Case(
+        family="qwen3",
+        kernel="ue8m0",
+        ending="worker killed while it writes",
+        fresh_ending="refitted again",
+        fresh_environment=NO_PLUGIN,
+        fresh_options=(("worker_extension_cls", "fp8refit_vllm.worker.WorkerExtension"),),
+    ),
 }
 KILLED_DRIVER = {"driver killed": (0,), "first rank killed": (0,), "last rank gone": (1,)}
 

@@ -76,7 +76,7 @@ def try_late_interrupt(subject: Subject, family: str, work: Path) -> dict:
     return found | {"again": subject.state()}
 
 
-OWN_ATTEMPTS = {"asynchronous": ASYNC_ATTEMPTS, "external launcher": LAUNCHER_ATTEMPTS}
+OWN_ATTEMPTS = {"asynchronous": ASYNC_ATTEMPTS, "replicas": ASYNC_ATTEMPTS, "external launcher": LAUNCHER_ATTEMPTS}
 """Instead of a late interrupt: a task is cancelled, and a rank beside its driver answers nobody."""
 
 

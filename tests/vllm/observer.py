@@ -16,11 +16,17 @@ def observe(worker, what: str, *arguments) -> object:
 
     try:
         return {
-            "rank": worker.rank,
+            "rank": number_of(worker),
             "found": (OBSERVATIONS | faults.FAULTS | drop_ins.OBSERVATIONS)[what](worker, *arguments),
         }
     except Exception as error:  # noqa: BLE001
-        return {"rank": worker.rank, "error": repr(error)}
+        return {"rank": number_of(worker), "error": repr(error)}
+
+
+def number_of(worker) -> int:
+    """Among the ranks of all replicas."""
+    parallel = worker.vllm_config.parallel_config
+    return parallel.data_parallel_index * parallel.world_size + worker.rank
 
 
 def live_bytes(worker) -> dict[str, str]:

@@ -4,10 +4,12 @@
 """
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,11 @@ LAYOUTS = {
     "core in process": {"tensor_parallel_size": 2},
     "external launcher": {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher", "seed": 0},
     "asynchronous": {"kv_cache_dtype": "fp8"},
+    "replicas": {"data_parallel_size": 2, "kv_cache_dtype": "fp8"},
     "pipeline parallel": {"pipeline_parallel_size": 2},
     "Ray executor": {"tensor_parallel_size": 2, "kv_cache_dtype": "fp8", "distributed_executor_backend": "ray"},
 }
+ASYNCHRONOUS = ("asynchronous", "replicas")
 NOISE = {"load_format": "dummy", "hf_overrides": {"quantization_config": CONFIG}}
 """Options that give an engine of a BF16 model's shape block-FP8 noise for weights."""
 
@@ -170,7 +174,16 @@ class AsyncSubject(Subject):
         return self.run(self.llm.add_request("late", {"prompt_token_ids": PROMPTS[0]}, SAMPLING))
 
     def call(self, method: str, *arguments: Any) -> list:
-        return self.run(self.llm.collective_rpc(method, args=arguments))
+        """Every replica's; vLLM returns the answers of the first."""
+        client = self.llm.engine_core
+
+        async def call() -> list[list]:
+            asked = "collective_rpc", method, None, arguments, None
+            return await asyncio.gather(
+                *(client._call_utility_async(*asked, engine=core) for core in client.core_engines)
+            )
+
+        return list(chain.from_iterable(self.run(call())))
 
     @property
     def num_unfinished(self) -> int:
@@ -189,8 +202,8 @@ def booted_as(layout: str, model: Path, kernel: str, **options: Any) -> Iterator
     """An engine in one of `LAYOUTS`, whose block-FP8 layers use `kernel` on every rank."""
     os.environ["FP8REFIT_TEST_KERNEL"] = kernel  # `cpu_plugin.py` reads it in every process of the engine
     asked = settings(model) | LAYOUTS[layout] | options
-    num_ranks = asked.get("tensor_parallel_size", 1) * asked.get("pipeline_parallel_size", 1)
-    if layout != "asynchronous":
+    num_ranks = math.prod(asked.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data"))
+    if layout not in ASYNCHRONOUS:
         subject = Subject(LLM(**asked), num_ranks)
         if layout == "pipeline parallel":
             subject.call("execute_dummy_batch")  # on a CPU nothing else makes room for what comes from the rank before

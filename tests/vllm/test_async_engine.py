@@ -24,9 +24,9 @@ ATTEMPTS = [
 ]
 
 
-@pytest.fixture
-def found(layout_runs):
-    (driver,) = layout_runs.lived("asynchronous").drivers
+@pytest.fixture(params=["asynchronous", "replicas"])
+def found(request, layout_runs):
+    (driver,) = layout_runs.lived(request.param).drivers
     return driver
 
 

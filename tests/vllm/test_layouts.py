@@ -17,8 +17,9 @@ NUM_RANKS = {
     "core in process": 2,
     "external launcher": 2,
     "asynchronous": 1,
+    "replicas": 2,
 }
-WITH_FP8_CACHE = ["tensor parallel", "asynchronous"]
+WITH_FP8_CACHE = ["tensor parallel", "asynchronous", "replicas"]
 """Engines for which vLLM itself sets KV scales to 1.0 after a dummy boot."""
 SOURCES = [
     "mapping",

@@ -13,6 +13,7 @@ LIVED = {
     "the engine core, idle": "multi-process",
     "a worker that writes": "tensor parallel",
     "the engine core of an AsyncLLM, idle": "asynchronous",
+    "a replica that writes": "replicas",
 }
 FRESH = {"a worker, idle": "core in process"}
 

@@ -14,7 +14,14 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(118)]
 DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
 ATTEMPTS = ["rank fault", "bad values", "strict"]
 THAT_LEAVE_IT_DIRTY = ["rank fault", "bad values"]
-LAST_RANK = {"multi-process": 0, "tensor parallel": 1, "core in process": 1, "external launcher": 1, "asynchronous": 0}
+LAST_RANK = {
+    "multi-process": 0,
+    "tensor parallel": 1,
+    "core in process": 1,
+    "external launcher": 1,
+    "asynchronous": 0,
+    "replicas": 1,
+}
 every_layout = pytest.mark.parametrize("layout", CASES)
 
 
