@@ -10,6 +10,7 @@ import cpu_mxfp8
 import cpu_nvfp4
 import torch
 from vllm import _custom_ops
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
@@ -113,8 +114,31 @@ def register(kind: str) -> None:
     fp8_utils.deepgemm_post_process_weight_scale_block = lambda *, ws, **layout: ws
     _custom_ops.topk_softmax = _topk_softmax
     _custom_ops.scaled_fp8_quant = _scaled_fp8_quant
+    CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = _all_gatherv, _reduce_scatterv
     # vLLM's CPU worker makes no workspace, and its model runner resets what there is as it shuts down.
     modular_kernel.current_workspace_manager = lambda: _WORKSPACE
+
+
+def _all_gatherv(communicator, given, dim=0, sizes=None):
+    """Rows of every rank, of which each has its own number. vLLM has this for GPUs."""
+    assert dim == 0
+    if isinstance(given, list):
+        return [_all_gatherv(communicator, each, dim, sizes) for each in given]
+    sizes = sizes or [len(given)] * communicator.world_size
+    padded = given.new_zeros(max(sizes), *given.shape[1:])
+    padded[: len(given)] = given
+    found = [torch.empty_like(padded) for _ in sizes]
+    torch.distributed.all_gather(found, padded, group=communicator.device_group)
+    return torch.cat([rows[:size] for rows, size in zip(found, sizes, strict=True)])
+
+
+def _reduce_scatterv(communicator, given, dim=0, sizes=None):
+    """The sum over ranks of this rank's rows."""
+    assert dim == 0
+    summed = given.double()
+    torch.distributed.all_reduce(summed, group=communicator.device_group)
+    sizes = sizes or [len(given) // communicator.world_size] * communicator.world_size
+    return summed.split(sizes)[communicator.rank_in_group].to(given.dtype)
 
 
 def _topk_softmax(weights_NK, ids_NK, token_expert_indices, scores_NE, renormalize=False, bias=None, is_padding=None):

@@ -133,6 +133,29 @@ def live_of(outcome):
     return outcome.ranks(lambda driver: driver["live"])
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["tensor parallel", "expert parallel"])
+def replicas(request, starter, work, ranks):
+    """What replicas hold that share experts: refitted ones, and fresh ones."""
+    found = []
+    for is_refitted in (True, False):
+        asked = {"layout": "replicas", "family": SPLIT_FAMILY, "options": {"enable_expert_parallel": request.param}}
+        asked |= {"is_refitted": is_refitted, "model": work / f"{SPLIT_FAMILY}-{'bf16' if is_refitted else 'fp8'}"}
+        found.append(run_scenario(starter, "expert ranks", asked, work, timeout_s=110))
+    return found
+
+
+def test_every_byte_of_replicas_that_share_experts_equals_that_of_fresh_ones(replicas):
+    refitted, fresh = replicas
+    first, last = live_of(refitted)
+    assert first != last
+    assert [first, last] == live_of(fresh) == refitted.ranks(lambda driver: driver["live_from_stacks"])
+
+
+def test_replicas_that_share_experts_say_what_fresh_ones_say(replicas):
+    refitted, fresh = replicas
+    assert [driver["outputs"] for driver in refitted.drivers] == [driver["outputs"] for driver in fresh.drivers]
+
+
 @every_split
 def test_every_byte_of_every_rank_equals_that_of_a_fresh_engine(split, ranks):
     refitted, fresh, _ = ranks
