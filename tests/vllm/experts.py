@@ -5,14 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from async_engine import refit_under_way
 from engines import SCALES, booted, booted_dummy, generate, live_bytes, make_policy, model_of, scribble
-from subject import NOISE, Subject, booted_as
+from subject import NOISE, AsyncSubject, Subject, booted_as
 from torch import Tensor, nn
 
 from fp8refit import Broadcaster, Refitter, quantize_blockwise
 from fp8refit.checkpoint import quantize_checkpoint
 from tests.tiny_models import add_small_blocks, save_model
 
+MODES = ("wait", "abort", "keep", "continue")
 STACKS = (".experts.gate_up_proj", ".experts.down_proj")
 
 
@@ -171,6 +173,12 @@ def count_orphans(llm) -> int:
     )
 
 
+def refit_in_flight(subject: AsyncSubject, family: str, mode: str) -> dict:
+    """Policy 2 over policy 1, while two requests run."""
+    subject.refit(make_policy(family, 1))
+    return subject.run(refit_under_way(subject, make_policy(family, 2), in_flight=mode, timeout_s=20))
+
+
 def run_expert_ranks(layout: str, family: str, model: str, options: dict[str, Any], is_refitted: bool) -> dict:
     """One engine of two ranks: of noise and refitted twice, or of a checkpoint."""
     with booted_as(layout, Path(model), "fp32", **options, **(NOISE if is_refitted else {})) as subject:
@@ -183,5 +191,7 @@ def run_expert_ranks(layout: str, family: str, model: str, options: dict[str, An
             subject.refit(Path(model))  # expert by expert
             if layout == "core in process":
                 found |= broadcast_stacks(subject, family)
+            if layout == "replicas":
+                found["in flight"] = {mode: refit_in_flight(subject, family, mode) for mode in MODES}
             found["num_slots"] = sum(".experts." in slot.name for slot in subject.layout().slots)
         return found | subject.state()

@@ -151,6 +151,16 @@ def test_every_byte_of_replicas_that_share_experts_equals_that_of_fresh_ones(rep
     assert [first, last] == live_of(fresh) == refitted.ranks(lambda driver: driver["live_from_stacks"])
 
 
+@pytest.mark.parametrize("mode", ["wait", "abort", "keep", "continue"])
+def test_replicas_that_share_experts_are_refitted_while_they_answer(mode, replicas):
+    (driver,) = replicas[0].drivers
+    found = driver["in flight"][mode]
+    assert (found["stuck"], found["refit"], found["dirty"]) == (0, None, False)
+    assert found["num_interrupted"] == (0 if mode == "wait" else 2)
+    assert {request["reason"] for request in found["running"]} == {"abort" if mode == "abort" else "length"}
+    assert found["late"]["tokens"] == driver["outputs"][2]["tokens"]
+
+
 def test_replicas_that_share_experts_say_what_fresh_ones_say(replicas):
     refitted, fresh = replicas
     assert [driver["outputs"] for driver in refitted.drivers] == [driver["outputs"] for driver in fresh.drivers]
