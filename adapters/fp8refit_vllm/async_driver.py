@@ -18,7 +18,7 @@ from fp8refit.errors import EngineLostError, RankFailedError, RefitError
 from fp8refit.remote.protocol.channel import Answers, Channel, send_in_turn
 from fp8refit.remote.protocol.messages import failure_of
 from fp8refit.transport.running import begun
-from fp8refit_vllm.compat import token_ids
+from fp8refit_vllm.compat import num_api_servers, token_ids
 from fp8refit_vllm.core import CORE_METHOD, SET_APART_METHOD, Outcome, Pair
 from fp8refit_vllm.core_compat import (
     call_cores,
@@ -40,6 +40,7 @@ from fp8refit_vllm.driver import (
     tokenized,
 )
 from fp8refit_vllm.gate import LlmGate
+from fp8refit_vllm.watch import ADMIT_METHOD
 from fp8refit_vllm.worker import PLUGIN_METHOD
 
 T = TypeVar("T")
@@ -71,6 +72,7 @@ class AsyncDriver(Driver, Channel):
         self.config = llm.vllm_config
         self._num_replicas = max(len(cores_of(llm.engine_core)), 1)
         self._steps_together = steps_with_others(self.config)
+        self._has_other_clients = num_api_servers(self.config) > 1
         self._is_gathered = self._num_replicas == 1 or self._steps_together
 
     @property
@@ -125,6 +127,7 @@ class AsyncDriver(Driver, Channel):
         num_unfinished, self._is_stopped = self._num_unfinished, True
         try:
             await self._answer(pause_generation(self._llm, self._in_flight), self._timeout_s)
+            await self._admit("")
         except TimeoutError as error:
             if self._llm.errored:
                 raise await self._dying_or(error) from error
@@ -143,6 +146,7 @@ class AsyncDriver(Driver, Channel):
         """Let requests continue, unless the user had paused the scheduler before the refit."""
         if self._gate is None:
             return
+        await self._admit(None)
         if (self._is_stopped or self._was_resumed) and not self._was_paused:
             await self._ask(type(self._llm).resume_generation(self._llm))
         self._is_stopped = False
@@ -160,6 +164,17 @@ class AsyncDriver(Driver, Channel):
                     await self._stop()
             with contextlib.suppress(RefitError):
                 await self._ask(self._llm.abort(list(self._llm.output_processor.request_states), internal=True))
+            with contextlib.suppress(RefitError):
+                await self._admit(reason)
+
+    async def _admit(self, refused_because: str | None) -> None:
+        """Decide on requests from clients of the engine core in other processes, which have no gate. See `watch.admit`."""
+        if not self._has_other_clients:
+            return
+        await self._ask(call_cores(self._llm.engine_core, ADMIT_METHOD, refused_because))
+        if refused_because:  # by its next step
+            await self._ask(type(self._llm).resume_generation(self._llm))
+            self._is_stopped = False
 
     @override
     async def flush_caches(self) -> None:

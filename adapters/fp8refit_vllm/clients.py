@@ -4,7 +4,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit_vllm.compat import WORKER, is_async_client, loads_plugin, num_api_servers
+from fp8refit_vllm.compat import WORKER, is_async_client, loads_plugin
 from fp8refit_vllm.core_compat import cores_of, steps_with_others
 from fp8refit_vllm.worker import EXTENSION_METHOD, PLUGIN_METHOD
 
@@ -53,20 +53,14 @@ def check_workers(method: str) -> None:
 
 
 def check_server(client: Any) -> None:
-    """Refuse a server that does not go through a single process, or that has no engine we can refit.
+    """Refuse a server that has no engine we can refit.
 
     Args:
         client: The server's engine client.
 
     Raises:
-        UnsupportedEngineError: Several processes take requests, or the engine cannot be refitted.
+        UnsupportedEngineError: The engine cannot be refitted.
     """
     if client is None or not is_async_client(client):
         raise UnsupportedEngineError(f"this server has no engine to refit ({type(client).__name__})")
-    num_processes = num_api_servers(client.vllm_config)
-    if num_processes > 1:
-        raise UnsupportedEngineError(
-            f"{num_processes} processes take requests for this server, and a refit could pause only one of them; start "
-            "it with --api-server-count 1"
-        )
     check_layout(client.vllm_config, client.engine_core)

@@ -179,6 +179,11 @@ def num_api_servers(config: Any) -> int:
     return int(getattr(config.parallel_config, "_api_process_count", 1))
 
 
+def is_first_api_server(config: Any) -> bool:
+    """Whether this process is the first of those that take requests for one server."""
+    return num_api_servers(config) == 1 or int(config.parallel_config._api_process_rank) == 0
+
+
 def api_keys(arguments: Any) -> list[str]:
     """The API keys that a server accepts; empty if it needs none."""
     import vllm.envs

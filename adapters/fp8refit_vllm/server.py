@@ -4,12 +4,15 @@ vLLM adds only routes of plugins that are named: start the server with `VLLM_PLU
 checks the API key of this route too, if the server has one. Orders are carried out as by `Refitter(AsyncLLM)`.
 """
 
+import os
 from argparse import Namespace
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
 
 from typing_extensions import override
 
+from fp8refit.driver.passage import Passage
 from fp8refit.errors import RankFailedError, RefitError, UnsupportedEngineError
 from fp8refit.remote.servers.http_client import Server, read_object
 from fp8refit.remote.servers.http_endpoint import CLOSED, Door
@@ -19,7 +22,7 @@ from fp8refit.remote.servers.orders import Answer, read_token
 from fp8refit.transport.vote import ErrorRecord
 from fp8refit_vllm.async_driver import AsyncDriver
 from fp8refit_vllm.clients import PLUGIN, check_server, method_of
-from fp8refit_vllm.compat import ENDPOINT, VERSIONS, api_keys
+from fp8refit_vllm.compat import ENDPOINT, VERSIONS, api_keys, is_first_api_server, num_api_servers
 
 _ROUTE = "/v1/fp8refit"
 _NOT_LOADED = (
@@ -38,7 +41,7 @@ class RefitEndpoint:
     def __init__(self) -> None:
         self._token: str | None = None
         self._door: Door | None = None
-        self._handler: OrderHandler | None = None
+        self._carry_out: Callable[[str], Awaitable[Answer]] | None = None
         self._refused_because: RefitError = RankFailedError("the server is not ready yet; refit later")
 
     def attach_router(self, app: Any) -> None:
@@ -70,13 +73,22 @@ class RefitEndpoint:
         except UnsupportedEngineError as error:
             self._refused_because = error
             return
-        controls = AsyncDriver(engine_client, method_of(engine_client.vllm_config))
-        self._handler = OrderHandler(controls, exported())
+        config = engine_client.vllm_config
+        passage = Passage(f"{os.getppid()}-{getattr(args, 'uds', None) or args.port}")
+        if not is_first_api_server(config):
+            self._carry_out = passage.pass_on
+            return
+        self._carry_out = OrderHandler(AsyncDriver(engine_client, method_of(config)), exported()).answer
+        if num_api_servers(config) > 1:
+            await passage.open(self._carry_out)
 
     async def _answer(self, message: str) -> Answer:
-        if self._handler is None:
+        if self._carry_out is None:
             return Answer(error=ErrorRecord.of(self._refused_because))
-        return await self._handler.answer(message)
+        try:
+            return await self._carry_out(message)
+        except RefitError as error:
+            return Answer(error=ErrorRecord.of(error))
 
 
 class VllmServer(Server):

@@ -2,7 +2,7 @@
 
 Before each step the core reads every rank's flag in shared memory. While one is raised it refuses requests.
 Before the first step with a new policy it drops the caches and publishes the version. `worker.register` adds this to
-every core.
+every core. A driver that is not the core's only client also says here what becomes of the requests of all.
 """
 
 import logging
@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 FLAG_METHOD = "fp8refit_flag"
 """Name of the worker method that returns a worker's flag."""
+ADMIT_METHOD = "fp8refit_admit"
+"""Name of the core method that is `admit`."""
+_WATCH = "_fp8refit_watch"
 _ASKING_S = 60.0
 NOT_WHOLE = "the next update by this engine's workers that succeeds heals the engine"
 STAY = "vLLM did not drop the caches of the previous policy after an update by its workers"
@@ -50,9 +53,22 @@ def watch(core: Any) -> None:
             raise
         logger.warning("fp8refit does nothing in this engine: %s: %s", type(error).__name__, error)
         return
-    core.step_fn = Watch(core, flags, core.step_fn, continues=continues).step
+    watch = Watch(core, flags, core.step_fn, continues=continues)
+    setattr(core, _WATCH, watch)
+    core.step_fn = watch.step
     if options.drop_in:
         core.collective_rpc = _looking(core.collective_rpc)
+
+
+def admit(core: Any, refused_because: str | None) -> None:
+    """Decide on the requests of an engine core, whichever client they come from, and whoever resumes its scheduler.
+
+    Args:
+        core: The engine core.
+        refused_because: Why they are refused. If it is empty, they wait; if it is None, they run.
+    """
+    watch: Watch = getattr(core, _WATCH)
+    watch.refused_because = refused_because
 
 
 def _looking(collective_rpc: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
@@ -81,10 +97,14 @@ class Watch:
     ) -> None:
         self._core, self._flags, self._step, self._continues = core, flags, step, continues
         self._num_drops = [flag.num_drops for flag in flags]
+        self.refused_because: str | None = None
+        """See `admit`."""
 
     def step(self) -> StepOutputs:
-        """Run one step, or refuse all requests."""
-        reason = self._why_not()
+        """Run one step, or refuse all requests, or do nothing."""
+        if self.refused_because == "":
+            return {}, False
+        reason = self.refused_because or self._why_not()
         return self._step() if reason is None else refuse_in_core(self._core, self._step, reason)
 
     def _why_not(self) -> str | None:

@@ -45,7 +45,7 @@ from fp8refit_vllm.drafts import Draft, draft_of, read_boot_values, read_draft
 from fp8refit_vllm.kv_cache import read_kv_cache, reset_kv_scales
 from fp8refit_vllm.layout import VllmRules
 from fp8refit_vllm.twin import twin_of
-from fp8refit_vllm.watch import FLAG_METHOD, watch
+from fp8refit_vllm.watch import ADMIT_METHOD, FLAG_METHOD, admit, watch
 
 PLUGIN_METHOD = "fp8refit_call"
 EXTENSION_METHOD = "fp8refit_extension_call"
@@ -74,6 +74,7 @@ def register() -> None:
     setattr(WorkerBase, FLAG_METHOD, show_flag)
     add_to_core(CORE_METHOD, carry_out)
     add_to_core(SET_APART_METHOD, set_apart_in_core)
+    add_to_core(ADMIT_METHOD, admit)
     on_core_start(watch)
     raise_refusals()
     drop_in.quantize_at_boot()

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from engines import PROMPTS, booted, live_bytes, make_policy, refused
 from fp8refit_vllm import VllmServer
@@ -22,13 +23,13 @@ from tests.serving import ask_rawly, die, interrupted, read_metrics, run_driver
 from tests.tiny_models import save_model
 
 
-def run_served(work: str) -> dict:
-    """Policies over noise, then every attempt and the refit that heals it."""
+def run_served(work: str, options: dict[str, Any]) -> dict:
+    """Policies over noise, then every attempt and the refit that heals it, on a server with these options."""
     folder = Path(work) / "bf16"
     save_model(FAMILY, 2, folder)
     quantize_checkpoint(folder, folder.with_name("fp8"))
     os.environ |= {"FP8REFIT_API_KEY": KEY, "FP8REFIT_TOKEN": TOKEN}
-    with Server(folder) as server:
+    with Server(folder, **options) as server:
         with booted(folder.with_name("fp8"), "fp32") as llm:  # while the server starts
             fresh = {"live": [live_bytes(llm)], "fingerprints": Refitter(llm).fingerprints()}
         server.wait()

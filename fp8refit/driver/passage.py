@@ -1,0 +1,84 @@
+"""Passes orders on to the process that carries them out, if several processes take requests for one server.
+
+They are processes of one user on one host. Each checks that of the other, so that nobody else gives or receives orders.
+"""
+
+import asyncio
+import os
+import socket
+import struct
+from asyncio import StreamReader, StreamWriter
+from collections.abc import Awaitable, Callable
+
+from fp8refit.errors import RankFailedError
+from fp8refit.remote.servers.orders import MAX_ORDER_BYTES, Answer
+
+_SIZE = struct.Struct(">Q")
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Passage:
+    """The way from the processes of a server to the one that carries out orders.
+
+    Args:
+        name: Of the server, on this host. Its processes give the same.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._address = f"\0fp8refit-{os.getuid()}-{name}"  # Linux keeps it as long as somebody listens
+        self._server: asyncio.Server | None = None
+
+    async def open(self, answer: Callable[[str], Awaitable[Answer]]) -> None:
+        """Carry out the orders of the other processes from now on.
+
+        Args:
+            answer: Carries out an order.
+        """
+
+        async def take(reader: StreamReader, writer: StreamWriter) -> None:
+            try:
+                _check_is_ours(writer)
+                await _send(writer, (await answer(await _receive(reader))).model_dump_json())
+            finally:
+                writer.close()
+
+        self._server = await asyncio.start_unix_server(take, self._address)
+
+    async def pass_on(self, message: str) -> Answer:
+        """Have an order carried out, and return the answer.
+
+        Raises:
+            RankFailedError: Nobody carries out orders.
+        """
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._address)
+        except OSError as error:
+            raise RankFailedError(f"the server is not ready, or was restarted ({error}); refit later") from error
+        try:
+            _check_is_ours(writer)
+            await _send(writer, message)
+            return Answer.model_validate_json(await _receive(reader))
+        except (EOFError, OSError) as error:
+            raise RankFailedError(f"the process of the server that carries out orders is gone ({error})") from error
+        finally:
+            writer.close()
+
+
+def _check_is_ours(writer: StreamWriter) -> None:
+    other: socket.socket = writer.get_extra_info("socket")
+    _, user, _ = _CREDENTIALS.unpack(other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if user != os.getuid():
+        raise RankFailedError(f"a process of user {user} takes part in orders of a server of user {os.getuid()}")
+
+
+async def _send(writer: StreamWriter, said: str) -> None:
+    data = said.encode()
+    writer.write(_SIZE.pack(len(data)) + data)
+    await writer.drain()
+
+
+async def _receive(reader: StreamReader) -> str:
+    (size,) = _SIZE.unpack(await reader.readexactly(_SIZE.size))
+    if size > MAX_ORDER_BYTES:
+        raise RankFailedError(f"an order or an answer has {size} bytes, which is more than {MAX_ORDER_BYTES}")
+    return (await reader.readexactly(size)).decode()
