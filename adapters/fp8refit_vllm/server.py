@@ -42,6 +42,7 @@ class RefitEndpoint:
         self._token: str | None = None
         self._door: Door | None = None
         self._carry_out: Callable[[str], Awaitable[Answer]] | None = None
+        self._passage: Passage | None = None  # it ends with its last user
         self._refused_because: RefitError = RankFailedError("the server is not ready yet; refit later")
 
     def attach_router(self, app: Any) -> None:
@@ -74,7 +75,7 @@ class RefitEndpoint:
             self._refused_because = error
             return
         config = engine_client.vllm_config
-        passage = Passage(f"{os.getppid()}-{getattr(args, 'uds', None) or args.port}")
+        self._passage = passage = Passage(f"{os.getppid()}-{getattr(args, 'uds', None) or args.port}")
         if not is_first_api_server(config):
             self._carry_out = passage.pass_on
             return

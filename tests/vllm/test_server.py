@@ -105,6 +105,7 @@ def test_a_dirty_server_answers_503_with_the_reason_at_once(served):
     assert served["bad values"]["status"]["status"] == 503
     assert "NaN or Inf in 1 tensor(s)" in served["bad values"]["status"]["body"]["error"]["message"]
     assert served["bad values"]["seconds"] < 1
+    assert served["bad values"]["statuses"] == [503] * 12
 
 
 def test_a_driver_killed_while_it_writes_leaves_the_server_refusing(served):
