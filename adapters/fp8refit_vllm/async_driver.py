@@ -179,22 +179,26 @@ class AsyncDriver(Driver, Channel):
     @override
     async def flush_caches(self) -> None:
         """Drop caches. The KV cache of requests that were kept is recomputed; of those that continue, it is set apart."""
-        llm = self._llm
         if self._still_runs:
             await self._stop()
-        if self._in_flight == "continue":
-            dropped = call_cores(llm.engine_core, SET_APART_METHOD)
-        else:
-            dropped = call_cores(llm.engine_core, "reset_prefix_cache", True, has_connector(self.config))
         try:
-            are_empty = await self._ask(dropped)
+            is_empty = await self._ask(self._drop_prefix_caches())
         except RankFailedError as error:
             raise kept(str(error)) from error
-        if not all(are_empty):
+        if not is_empty:
             raise kept()
         if self.config.model_config.is_multimodal_model:
             await self._ask(self._llm.reset_mm_cache())
             await self._ask(self._llm.reset_encoder_cache())
+
+    async def _drop_prefix_caches(self) -> bool:
+        """`reset_prefix_cache`, which returns what the first replica says, for all of them; or `set_apart_in_core`."""
+        llm, how = self._llm, (True, has_connector(self.config))
+        if self._in_flight == "continue":
+            return all(await call_cores(llm.engine_core, SET_APART_METHOD))
+        if self._num_replicas == 1:
+            return bool(await llm.reset_prefix_cache(*how))
+        return all(await call_cores(llm.engine_core, "reset_prefix_cache", *how))
 
     @override
     async def tokenize(self, prompts: Sequence[str]) -> list[list[int]]:

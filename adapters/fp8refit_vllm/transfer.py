@@ -30,7 +30,6 @@ from fp8refit.remote.protocol.messages import Do, Reply, Request, first_problem
 from fp8refit.transport.collective.board import Board
 from fp8refit.transport.error_capture import ErrorCapture
 from fp8refit.transport.vote import ErrorRecord
-from fp8refit_vllm.clients import check_layout
 from fp8refit_vllm.compat import TRANSFER, VERSIONS, booting_worker, end_weight_update, is_updating
 from fp8refit_vllm.transfer_driver import Letter
 from fp8refit_vllm.worker import rank_of, serve
@@ -121,7 +120,7 @@ class RefitTransferEngine(WeightTransferEngine[Any, Any]):
     def _take_over(self, board: Board, message: str) -> str:
         """Serve a new trainer instead of the previous one, if its first message succeeds. Returns the answer to that."""
         with ErrorCapture() as failed:
-            check_layout(self.vllm_config)
+            _check_is_alone(self.vllm_config.parallel_config)
             said = serve(self._worker, message)
             if Reply.model_validate_json(said).error is None:
                 if self._is_in_use():
@@ -162,6 +161,20 @@ class RefitTransferEngine(WeightTransferEngine[Any, Any]):
         if self._worker.rank == self.vllm_config.parallel_config.world_size - 1:
             raise failed.take()
         logger.error("%s", failed.take())
+
+
+def _check_is_alone(parallel: Any) -> None:
+    """Refuse a worker of one of several replicas, whose ranks have the same numbers.
+
+    Raises:
+        UnsupportedEngineError: It is one.
+    """
+    # A replica that steps alone is told that it is the only one, but not that it is the first.
+    if parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0:
+        raise UnsupportedEngineError(
+            "vLLM's weight transfer cannot tell the ranks of data-parallel replicas apart; refit the AsyncLLM or the server "
+            "itself with fp8refit.Refitter"
+        )
 
 
 def _read(asked: Any) -> Letter:

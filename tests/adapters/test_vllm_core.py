@@ -78,8 +78,11 @@ class Engine:
     """A vLLM engine whose core is in another process."""
 
     def __init__(self, core):
-        text = SimpleNamespace(is_multimodal_model=False)
-        self.vllm_config = SimpleNamespace(kv_transfer_config="a connector", model_config=text)
+        self.vllm_config = SimpleNamespace(
+            kv_transfer_config="a connector",
+            model_config=SimpleNamespace(is_multimodal_model=False),
+            parallel_config=SimpleNamespace(data_parallel_size=1),
+        )
         self.core = core
         self.resources, self.results = SimpleNamespace(engine_dead=False), {}
         self.answers = lambda call_id, answer: self.results[call_id].set_result(answer)

@@ -41,23 +41,29 @@ def errors_of_vllm(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.exceptions", exceptions)
 
 
-def make_config(**parallel):
+CLIENT = SimpleNamespace(core_engines=[b"one"])
+"""Of one engine core."""
+
+
+def make_config(*, is_moe=False, **parallel):
     settings = {"data_parallel_size": 1, "world_size": 1, "worker_extension_cls": ""} | parallel
-    return SimpleNamespace(parallel_config=SimpleNamespace(**settings))
+    return SimpleNamespace(parallel_config=SimpleNamespace(**settings), model_config=SimpleNamespace(is_moe=is_moe))
 
 
 def make_llm(config):
-    return SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
+    return SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config, engine_core=CLIENT))
 
 
 def make_async_llm(config):
-    return SimpleNamespace(vllm_config=config, pause_generation=None, output_processor=None)
+    return SimpleNamespace(vllm_config=config, engine_core=CLIENT, pause_generation=None, output_processor=None)
 
 
 @pytest.mark.parametrize("make", [make_llm, make_async_llm])
-def test_data_parallel_replicas_are_refused_with_what_to_do(make):
-    llm = make(make_config(data_parallel_size=2))
-    with pytest.raises(UnsupportedEngineError, match=r"2 data-parallel replicas .* start one engine per replica"):
+def test_experts_of_which_a_part_is_out_of_reach_are_refused_with_what_to_do(make):
+    llm = make(make_config(is_moe=True, data_parallel_size=2))
+    with pytest.raises(
+        UnsupportedEngineError, match=r"spread over 2 data-parallel replicas, .* boot it as one AsyncLLM"
+    ):
         VllmEngine(llm)
 
 
@@ -69,7 +75,11 @@ def test_an_engine_without_its_client_is_refused():
 class QuietAsyncLLM:
     """An AsyncLLM that runs nothing. Its input is processed while `may_process` is set."""
 
-    vllm_config = SimpleNamespace(kv_transfer_config=None, model_config=SimpleNamespace(is_multimodal_model=False))
+    vllm_config = SimpleNamespace(
+        kv_transfer_config=None,
+        model_config=SimpleNamespace(is_multimodal_model=False),
+        parallel_config=SimpleNamespace(data_parallel_size=1),
+    )
 
     def __init__(self):
         self.output_processor = OutputProcessor()
@@ -514,4 +524,4 @@ def test_an_async_engine_is_not_kept_alive():
 def test_an_older_version_is_refused_by_name_and_range(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.21.0"))
     with pytest.raises(UnsupportedEngineError, match=r"this is vLLM 0\.21\.0; fp8refit works with vLLM 0\.22 or later"):
-        VllmEngine(SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=make_config())))
+        VllmEngine(make_llm(make_config()))

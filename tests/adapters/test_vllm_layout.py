@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fp8refit_vllm.layout import ROW_MAJOR_KERNELS, VllmRules
-from fp8refit_vllm.twin import twin_of
 from fp8refit_vllm.worker import WorkerModel
 from torch import nn
 
@@ -162,12 +161,6 @@ def test_a_model_without_a_twin_is_refused_for_it():
     inventory = inventory_of(model_of(proj=BlockLinear()), VllmRules(), refusal)
     assert inventory.refusals == (refusal,)
     assert {entry.name for entry in inventory.live} == {"proj.weight", "proj.weight_scale_inv"}
-
-
-def test_experts_over_data_parallel_replicas_are_refused_in_one_line():
-    parallel, model = SimpleNamespace(data_parallel_size=2), SimpleNamespace(is_moe=True)
-    refusal = twin_of(SimpleNamespace(parallel_config=parallel, model_config=model))
-    assert "data_parallel_size=1" in str(refusal) and "\n" not in str(refusal)
 
 
 def worker_of(model, *, speculative=None, load_format="auto"):

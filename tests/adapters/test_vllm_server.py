@@ -16,14 +16,15 @@ from fp8refit.remote.servers.orders import Answer, Caller, Hello, OrderRequest
 from fp8refit.transport.vote import ErrorRecord
 from tests.asgi import ELSEWHERE, Response, order_headers, post
 
-ROUTE = "/v1/fp8refit"
+ROUTE, PORT = "/v1/fp8refit", 8000
 TOKEN = "c0ffee-c0ffee-c0ffee"
 HELLO = OrderRequest(driver=Caller.new(), order=Hello()).encode().encode()
 
 
 def make_client(**parallel):
     settings = {"data_parallel_size": 1, "worker_extension_cls": ""} | parallel
-    config = SimpleNamespace(parallel_config=SimpleNamespace(**settings))
+    model = SimpleNamespace(is_moe=True)
+    config = SimpleNamespace(parallel_config=SimpleNamespace(**settings), model_config=model)
     return Client(config)
 
 
@@ -33,7 +34,7 @@ class Client:
     pause_generation = output_processor = None
 
     def __init__(self, config):
-        self.vllm_config = config
+        self.vllm_config, self.engine_core = config, SimpleNamespace(core_engines=[b"one"])
 
 
 def ask(app: FastAPI, body: bytes | list[bytes] = HELLO, **options) -> Response:
@@ -51,7 +52,7 @@ def app_of(client, monkeypatch, api_keys=()) -> FastAPI:
     monkeypatch.setattr(server, "api_keys", lambda arguments: api_keys)
     app, endpoint = FastAPI(), RefitEndpoint()
     endpoint.attach_router(app)
-    asyncio.run(endpoint.init_state(client, None, None))
+    asyncio.run(endpoint.init_state(client, None, SimpleNamespace(port=PORT)))
     return app
 
 
@@ -121,11 +122,13 @@ def test_a_server_of_an_older_version_is_told_to_install_the_same(monkeypatch):
 @pytest.mark.parametrize(
     ("client", "says"),
     [
-        (make_client(_api_process_count=3), r"3 processes take requests for this server.*--api-server-count 1"),
-        (make_client(data_parallel_size=2), r"2 data-parallel replicas .* start one engine per replica"),
+        (
+            make_client(data_parallel_size=2),
+            r"spread over 2 data-parallel replicas, .* boot it as one AsyncLLM or one server",
+        ),
         (None, "has no engine to refit"),
     ],
-    ids=["processes", "replicas", "no engine"],
+    ids=["replicas", "no engine"],
 )
 def test_servers_that_cannot_be_refitted_say_why(client, says, monkeypatch):
     with pytest.raises(UnsupportedEngineError, match=says):

@@ -205,7 +205,7 @@ def test_an_engine_that_cannot_read_the_letter_says_what_to_install(engine, open
 
 
 def test_an_engine_that_cannot_be_refitted_says_why(cluster, open_session):
-    with pytest.raises(UnsupportedEngineError, match="2 data-parallel replicas"):
+    with pytest.raises(UnsupportedEngineError, match="ranks of data-parallel replicas apart"):
         open_session(Engine(cluster, num_replicas=2))
 
 

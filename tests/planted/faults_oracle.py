@@ -7,8 +7,8 @@ VLLM, SGLANG = "tests/vllm/test_oracle.py", "tests/sglang/test_oracle_stubbed_ke
 FAULTS = [
     Fault(
         name="vLLM keeps its prefix cache across a refit",
-        at="adapters/fp8refit_vllm/async_driver.py::AsyncDriver.flush_caches",
-        before="llm.reset_prefix_cache(True, has_connector(self.config))",
+        at="adapters/fp8refit_vllm/async_driver.py::AsyncDriver._drop_prefix_caches",
+        before="llm.reset_prefix_cache(*how)",
         after="asyncio.sleep(0, True)",
         found_by=VLLM,
     ),
@@ -42,8 +42,8 @@ FAULTS = [
     ),
     Fault(
         name="requests that vLLM keeps go on with the KV of the policy before",
-        at="adapters/fp8refit_vllm/async_driver.py::AsyncDriver.flush_caches",
-        before="llm.reset_prefix_cache(True, has_connector(self.config))",
+        at="adapters/fp8refit_vllm/async_driver.py::AsyncDriver._drop_prefix_caches",
+        before="llm.reset_prefix_cache(*how)",
         after="asyncio.gather(llm.reset_prefix_cache(False, False))",
         found_by=VLLM,
     ),

@@ -1,0 +1,95 @@
+"""Orders that come to a process of a server which does not carry them out."""
+
+import asyncio
+import os
+import socket
+import uuid
+
+import pytest
+
+from fp8refit.driver import passage
+from fp8refit.driver.passage import Passage
+from fp8refit.errors import RankFailedError
+from fp8refit.remote.servers.orders import MAX_ORDER_BYTES, Answer
+
+
+@pytest.fixture
+def name():
+    return uuid.uuid4().hex
+
+
+async def answer(message: str) -> Answer:
+    return Answer(said=(message,))
+
+
+def test_orders_are_passed_on_and_answers_come_back(name):
+    async def steps() -> list[Answer]:
+        first = Passage(name)
+        await first.open(answer)
+        return await asyncio.gather(*(Passage(name).pass_on(said) for said in ("one", "x" * 5_000_000, "")))
+
+    assert [found.said[0] for found in asyncio.run(steps())] == ["one", "x" * 5_000_000, ""]
+
+
+def test_a_process_that_starts_later_is_waited_for(name):
+    async def steps() -> Answer:
+        waiting = asyncio.create_task(Passage(name).pass_on("early"))
+        await asyncio.sleep(0.05)
+        first = Passage(name)
+        await first.open(answer)
+        return await waiting
+
+    assert asyncio.run(steps()).said == ("early",)
+
+
+def test_a_process_that_never_starts_is_told(name, monkeypatch):
+    monkeypatch.setattr(passage, "_STARTS_WITHIN_S", 0.1)
+    with pytest.raises(RankFailedError, match=r"the server is not ready .*; refit later"):
+        asyncio.run(Passage(name).pass_on("hello"))
+
+
+def test_a_process_that_ends_before_it_answers_is_told(name):
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0fp8refit-{os.getuid()}-{name}")
+        listener.listen()
+
+        async def steps() -> None:
+            asked = asyncio.create_task(Passage(name).pass_on("hello"))
+            other, _ = await asyncio.to_thread(listener.accept)
+            other.close()
+            await asked
+
+        with pytest.raises(RankFailedError, match="carries out orders is gone"):
+            asyncio.run(steps())
+
+
+def test_another_user_neither_gives_nor_receives_orders(name, monkeypatch):
+    heard = []
+
+    async def steps() -> None:
+        first, other = Passage(name), Passage(name)
+        await first.open(lambda message: heard.append(message))
+        monkeypatch.setattr(os, "getuid", lambda: -1)
+        await other.pass_on("hello")
+
+    with pytest.raises(RankFailedError, match="of user"):
+        asyncio.run(steps())
+    assert heard == []
+
+
+def test_an_answer_that_is_too_long_is_not_read(name):
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0fp8refit-{os.getuid()}-{name}")
+        listener.listen()
+
+        async def steps() -> None:
+            asked = asyncio.create_task(Passage(name).pass_on("hello"))
+            other, _ = await asyncio.to_thread(listener.accept)
+            other.sendall((MAX_ORDER_BYTES + 1).to_bytes(8))
+            try:
+                await asked
+            finally:
+                other.close()
+
+        with pytest.raises(RankFailedError, match="which is more than"):
+            asyncio.run(steps())
