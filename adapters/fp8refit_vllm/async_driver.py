@@ -19,7 +19,7 @@ from fp8refit.remote.protocol.channel import Answers, Channel, send_in_turn
 from fp8refit.remote.protocol.messages import failure_of
 from fp8refit.transport.running import begun
 from fp8refit_vllm.compat import num_api_servers, token_ids
-from fp8refit_vllm.core import CORE_METHOD, SET_APART_METHOD, Outcome, Pair
+from fp8refit_vllm.core import CORE_METHOD, FREEZE_METHOD, SET_APART_METHOD, Outcome, Pair
 from fp8refit_vllm.core_compat import (
     call_cores,
     call_each_core,
@@ -67,6 +67,7 @@ class AsyncDriver(Driver, Channel):
         self._method = method
         self._gate: LlmGate | None = None
         self._was_paused = self._is_stopped = self._was_resumed = False
+        self._pausing: asyncio.Future[None] | None = None
         self._timeout_s, self._in_flight = RefitConfig().timeout_s, RefitConfig().in_flight
         self._published: int | None = None
         self.config = llm.vllm_config
@@ -99,7 +100,8 @@ class AsyncDriver(Driver, Channel):
         is_paused = await self._ask(self._llm.is_paused())
         self._is_stopped, self._was_resumed = is_paused, False
         # After a failed refit the scheduler is still paused by us; only what users asked for since then counts.
-        self._was_paused = is_paused and (self._gate is None or self._was_paused)
+        is_held = is_paused or self._has_other_clients  # to refuse their requests, the scheduler runs
+        self._was_paused = is_paused if self._gate is None else is_held and self._was_paused
         refused_because = self._gate.reason if self._gate is not None else None
         num_unfinished = self._num_unfinished
         self._close_gate()
@@ -112,6 +114,7 @@ class AsyncDriver(Driver, Channel):
             # Also on cancellation: no request may be left waiting at a gate that nobody will open.
             if refused_because is not None:
                 self._close_gate().refuse(refused_because)
+                await self._admit(refused_because)
             else:
                 await self.resume()
             raise
@@ -126,14 +129,29 @@ class AsyncDriver(Driver, Channel):
         """
         num_unfinished, self._is_stopped = self._num_unfinished, True
         try:
-            await self._answer(pause_generation(self._llm, self._in_flight), self._timeout_s)
-            await self._admit("")
+            await self._answer(self._pause_cores(self._in_flight), self._timeout_s)
         except TimeoutError as error:
             if self._llm.errored:
                 raise await self._dying_or(error) from error
             raise still_running(num_unfinished, self._timeout_s) from None
         except Exception as error:
             raise await self._dying_or(error) from error
+        await self._admit("")
+
+    async def _pause_cores(self, in_flight: str) -> None:
+        """Stop the schedulers. Cores that step together end a pause before they can be resumed, so it goes on if cancelled."""
+        if not self._steps_together:
+            return await pause_generation(self._llm, in_flight)
+        self._pausing = asyncio.ensure_future(pause_generation(self._llm, in_flight))
+        await asyncio.shield(self._pausing)
+
+    async def _resume_cores(self) -> None:
+        """Let the engine cores run requests."""
+        pausing, self._pausing = self._pausing, None
+        if pausing is not None and not pausing.done():
+            await self._ask(call_cores(self._llm.engine_core, FREEZE_METHOD))
+            await self._ask(pausing)
+        await self._ask(type(self._llm).resume_generation(self._llm))
 
     def _check_continues(self) -> None:
         """Check that KV of running requests can be kept from others; see `set_apart_in_core`."""
@@ -148,7 +166,7 @@ class AsyncDriver(Driver, Channel):
             return
         await self._admit(None)
         if (self._is_stopped or self._was_resumed) and not self._was_paused:
-            await self._ask(type(self._llm).resume_generation(self._llm))
+            await self._resume_cores()
         self._is_stopped = False
         self._gate.open()
         self._gate = None  # only now: an interrupt before this line must leave a gate that a later call can open
@@ -173,7 +191,7 @@ class AsyncDriver(Driver, Channel):
             return
         await self._ask(call_cores(self._llm.engine_core, ADMIT_METHOD, refused_because))
         if refused_because:  # by its next step
-            await self._ask(type(self._llm).resume_generation(self._llm))
+            await self._resume_cores()
             self._is_stopped = False
 
     @override
@@ -234,7 +252,8 @@ class AsyncDriver(Driver, Channel):
         if self._is_gathered:
             return await self._call_replicas([(message,)] * self._num_replicas, timeout_s)
         parallel = self.config.parallel_config
-        host = parallel.data_parallel_master_ip
+        is_local = parallel.data_parallel_hybrid_lb or parallel.data_parallel_external_lb
+        host = "127.0.0.1" if is_local else parallel.data_parallel_master_ip
         with gathering(self._num_replicas, parallel.world_size, host=host, timeout_s=self._timeout_s) as places:
             asked = [(message, place.model_dump_json()) for place in places]
             answers = await self._call_replicas(asked, timeout_s + self._timeout_s)
@@ -257,14 +276,15 @@ class AsyncDriver(Driver, Channel):
     @asynccontextmanager
     async def _standing_still(self) -> AsyncIterator[None]:
         """Let no replica step while ranks vote, if they step together: those in a step would wait for those in a vote."""
-        is_stopped = not self._steps_together or self._is_stopped or await self._ask(self._llm.is_paused())
-        if not is_stopped:
-            await self._ask(pause_generation(self._llm, "keep"))
+        if not self._steps_together or self._is_stopped or await self._ask(self._llm.is_paused()):
+            yield
+            return
         try:
+            await self._ask(self._pause_cores("keep"))
             yield
         finally:
-            if not (is_stopped or self._llm.errored):
-                await self._ask(self._llm.engine_core.resume_scheduler_async())
+            if not self._llm.errored:
+                await self._resume_cores()
 
     async def _hear(self, called: Awaitable[Sequence[Any]], timeout_s: float, *, stops: bool) -> Answers:
         self._is_stopped |= stops  # as far as known

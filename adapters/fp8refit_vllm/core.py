@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 CORE_METHOD = "fp8refit_pair"
 SET_APART_METHOD = "fp8refit_set_apart"
+FREEZE_METHOD = "fp8refit_freeze"
 
 
 class Pair(NamedTuple):

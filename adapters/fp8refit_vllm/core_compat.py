@@ -220,6 +220,15 @@ def stop_requests(
     return found
 
 
+def freeze_in_core(core: Any) -> None:
+    """Wait for no request of an engine core any more, if it is being paused. A second pause could begin as the first ends in
+    another core of those that step together, and wait for that one for ever.
+    """
+    from vllm.v1.core.sched.interface import PauseState
+
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+
+
 def set_apart_in_core(core: Any) -> bool:
     """Let requests of an engine core that have begun go on with their KV, and no other request share a block of it.
 

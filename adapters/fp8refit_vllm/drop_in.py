@@ -24,6 +24,7 @@ from fp8refit.live.slots import FP8_DTYPE
 from fp8refit.ranks.rank import Rank
 from fp8refit.tracing.stored import own_tensors
 from fp8refit_vllm.compat import end_weight_update, names_parameters
+from fp8refit_vllm.core_compat import steps_with_others
 
 logger = logging.getLogger("vllm.fp8refit")
 
@@ -79,6 +80,12 @@ def install(worker: Any, rank: Callable[[], Rank], options: DropInOptions | None
     if not is_fp8:
         logger.warning("fp8refit: this engine is not block FP8 and loads weights as usual; set FP8REFIT_QUANTIZATION")
         return
+    if steps_with_others(worker.vllm_config):
+        raise UnsupportedEngineError(
+            "the drop-in cannot update experts that are spread over data-parallel replicas: ranks of one replica would wait "
+            "for those of another in the middle of a step. Leave out the drop-in, and refit the AsyncLLM or the server with "
+            "fp8refit.Refitter"
+        )
     drop_in = DropIn(worker, rank(), options, logger)
     _installed.add(network, drop_in, drop_in.load)
     drop_in.accept()

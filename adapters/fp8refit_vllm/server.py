@@ -4,7 +4,6 @@ vLLM adds only routes of plugins that are named: start the server with `VLLM_PLU
 checks the API key of this route too, if the server has one. Orders are carried out as by `Refitter(AsyncLLM)`.
 """
 
-import os
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
@@ -42,7 +41,7 @@ class RefitEndpoint:
         self._token: str | None = None
         self._door: Door | None = None
         self._carry_out: Callable[[str], Awaitable[Answer]] | None = None
-        self._passage: Passage | None = None  # it ends with its last user
+        self._passage: Passage | None = None  # kept: its socket closes with it
         self._refused_because: RefitError = RankFailedError("the server is not ready yet; refit later")
 
     def attach_router(self, app: Any) -> None:
@@ -75,7 +74,7 @@ class RefitEndpoint:
             self._refused_because = error
             return
         config = engine_client.vllm_config
-        self._passage = passage = Passage(f"{os.getppid()}-{getattr(args, 'uds', None) or args.port}")
+        self._passage = passage = Passage(str(getattr(args, "uds", None) or args.port))
         if not is_first_api_server(config):
             self._carry_out = passage.pass_on
             return

@@ -170,7 +170,8 @@ def _check_is_alone(parallel: Any) -> None:
         UnsupportedEngineError: It is one.
     """
     # A replica that steps alone is told that it is the only one, but not that it is the first.
-    if parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0:
+    is_one_of_many = parallel.data_parallel_index > 0 and not parallel.data_parallel_external_lb
+    if parallel.data_parallel_size > 1 or is_one_of_many:
         raise UnsupportedEngineError(
             "vLLM's weight transfer cannot tell the ranks of data-parallel replicas apart; refit the AsyncLLM or the server "
             "itself with fp8refit.Refitter"

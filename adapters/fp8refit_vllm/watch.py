@@ -2,7 +2,7 @@
 
 Before each step the core reads every rank's flag in shared memory. While one is raised it refuses requests.
 Before the first step with a new policy it drops the caches and publishes the version. `worker.register` adds this to
-every core. A driver that is not the core's only client also says here what becomes of the requests of all.
+every core. If the core has other clients, a driver also decides here whether anybody's requests run, wait or are refused.
 """
 
 import logging
@@ -45,14 +45,14 @@ def watch(core: Any) -> None:
     continues = options.in_flight == "continue"
     if continues:
         check_continues(core.vllm_config)
+    flags: list[SharedFlag] = []
     try:
         answers = core.collective_rpc(FLAG_METHOD, _ASKING_S)
         flags = [SharedFlag.find(Segment.model_validate_json(answer)) for answer in answers]
     except Exception as error:  # whatever a worker raises; vLLM wraps it
         if options.is_asked:
             raise
-        logger.warning("fp8refit does nothing in this engine: %s: %s", type(error).__name__, error)
-        return
+        logger.warning("this engine's workers cannot update it by themselves: %s: %s", type(error).__name__, error)
     watch = Watch(core, flags, core.step_fn, continues=continues)
     setattr(core, _WATCH, watch)
     core.step_fn = watch.step
@@ -102,7 +102,7 @@ class Watch:
 
     def step(self) -> StepOutputs:
         """Run one step, or refuse all requests, or do nothing."""
-        if self.refused_because == "":
+        if self.refused_because == "" and not self._core.is_scheduler_paused():  # by whom else
             return {}, False
         reason = self.refused_because or self._why_not()
         return self._step() if reason is None else refuse_in_core(self._core, self._step, reason)

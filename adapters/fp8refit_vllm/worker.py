@@ -39,8 +39,8 @@ from fp8refit_vllm.compat import (
     on_deep_sleep,
     register_transfer,
 )
-from fp8refit_vllm.core import CORE_METHOD, SET_APART_METHOD, carry_out
-from fp8refit_vllm.core_compat import add_to_core, on_core_start, raise_refusals, set_apart_in_core
+from fp8refit_vllm.core import CORE_METHOD, FREEZE_METHOD, SET_APART_METHOD, carry_out
+from fp8refit_vllm.core_compat import add_to_core, freeze_in_core, on_core_start, raise_refusals, set_apart_in_core
 from fp8refit_vllm.drafts import Draft, draft_of, read_boot_values, read_draft
 from fp8refit_vllm.kv_cache import read_kv_cache, reset_kv_scales
 from fp8refit_vllm.layout import VllmRules
@@ -74,6 +74,7 @@ def register() -> None:
     setattr(WorkerBase, FLAG_METHOD, show_flag)
     add_to_core(CORE_METHOD, carry_out)
     add_to_core(SET_APART_METHOD, set_apart_in_core)
+    add_to_core(FREEZE_METHOD, freeze_in_core)
     add_to_core(ADMIT_METHOD, admit)
     on_core_start(watch)
     raise_refusals()
@@ -107,20 +108,21 @@ def serve(worker: Any, message: str, gathering: str = "") -> str:
         gathering: A `Gathering`, if this worker shall vote with the ranks of other replicas from now on.
     """
     if gathering:
-        _forget(worker)
-        setattr(worker, _SERVER, RankServer(lambda: _gathered(worker, gathering)))
+        before: RankServer | None = getattr(worker, _SERVER, None)
+        setattr(worker, _SERVER, RankServer(lambda: _gathered(worker, gathering, before)))
     return made_once(worker, _SERVER, lambda: RankServer(lambda: rank_of(worker))).handle(message)
 
 
-def _forget(worker: Any) -> None:
-    """Forget what an earlier driver has left."""
-    server: RankServer | None = getattr(worker, _SERVER, None)
-    if server is not None and server.orders is not None:
-        server.orders.forget()
+def _gathered(worker: Any, gathering: str, before: RankServer | None) -> Rank:
+    """The rank of `worker` among those of all replicas. Updates by the worker itself go on alone.
 
-
-def _gathered(worker: Any, gathering: str) -> Rank:
-    """The rank of `worker` among those of all replicas. Updates by the worker itself go on alone."""
+    Args:
+        worker: The worker.
+        gathering: Where all ranks meet.
+        before: What an earlier driver has left.
+    """
+    if before is not None and before.orders is not None:
+        before.orders.forget()
     group = Gathering.model_validate_json(gathering).join(worker.rank)
     return Rank(rank_of(worker).target, group)
 
@@ -172,9 +174,8 @@ def _lower(worker: Any) -> None:
 
 
 def _group_of(worker: Any) -> Group | None:
-    num_ranks = (
-        worker.vllm_config.parallel_config.world_size_across_dp
-    )  # experts are spread over replicas that step together
+    # Over replicas that step together; those that step alone are told that they are the only one.
+    num_ranks = worker.vllm_config.parallel_config.world_size_across_dp
     if num_ranks == 1:
         return None
     process_group = engine_process_group(num_ranks)

@@ -1,33 +1,36 @@
 """Passes orders on to the process that carries them out, if several processes take requests for one server.
 
-They are processes of one user on one host. Each checks that of the other, so that nobody else gives or receives orders.
+All of them have one parent. Each checks the other's, so that nobody else gives or receives orders.
 """
 
 import asyncio
 import os
+import re
 import socket
 import struct
 import time
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from fp8refit.errors import RankFailedError
-from fp8refit.remote.servers.orders import MAX_ORDER_BYTES, Answer
+from fp8refit.remote.servers.orders import MAX_BYTES, MAX_ORDER_BYTES, Answer
 
 _STARTS_WITHIN_S, _LOOK_S = 30.0, 0.1
 _SIZE = struct.Struct(">Q")
 _CREDENTIALS = struct.Struct("3i")
+_PARENT = re.compile(r"^PPid:\s*(\d+)$", re.MULTILINE)
 
 
 class Passage:
     """The way from the processes of a server to the one that carries out orders.
 
     Args:
-        name: Of the server, on this host. Its processes give the same.
+        name: Of the server among those of this process's parent.
     """
 
     def __init__(self, name: str) -> None:
-        self._address = f"\0fp8refit-{os.getuid()}-{name}"  # Linux keeps it as long as somebody listens
+        self._address = f"\0fp8refit-{os.getppid()}-{name}"  # Linux keeps it as long as somebody listens
         self._server: asyncio.Server | None = None
 
     async def open(self, answer: Callable[[str], Awaitable[Answer]]) -> None:
@@ -40,7 +43,7 @@ class Passage:
         async def take(reader: StreamReader, writer: StreamWriter) -> None:
             try:
                 _check_is_ours(writer)
-                await _send(writer, (await answer(await _receive(reader))).model_dump_json())
+                await _send(writer, (await answer(await _receive(reader, MAX_ORDER_BYTES))).model_dump_json())
             finally:
                 writer.close()
 
@@ -58,7 +61,7 @@ class Passage:
         try:
             _check_is_ours(writer)
             await _send(writer, message)
-            return Answer.model_validate_json(await _receive(reader))
+            return Answer.model_validate_json(await _receive(reader, MAX_BYTES))
         except (EOFError, OSError) as error:
             raise RankFailedError(f"the process of the server that carries out orders is gone ({error})") from error
         finally:
@@ -81,9 +84,11 @@ class Passage:
 
 def _check_is_ours(writer: StreamWriter) -> None:
     other: socket.socket = writer.get_extra_info("socket")
-    _, user, _ = _CREDENTIALS.unpack(other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    if user != os.getuid():
-        raise RankFailedError(f"a process of user {user} takes part in orders of a server of user {os.getuid()}")
+    process, _, _ = _CREDENTIALS.unpack(other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    status = Path(f"/proc/{process}/status")
+    parent = _PARENT.search(status.read_text()) if status.is_file() else None
+    if parent is None or int(parent[1]) != os.getppid():
+        raise RankFailedError(f"process {process}, which is none of this server, took part in its orders")
 
 
 async def _send(writer: StreamWriter, said: str) -> None:
@@ -92,8 +97,8 @@ async def _send(writer: StreamWriter, said: str) -> None:
     await writer.drain()
 
 
-async def _receive(reader: StreamReader) -> str:
+async def _receive(reader: StreamReader, most_bytes: int) -> str:
     (size,) = _SIZE.unpack(await reader.readexactly(_SIZE.size))
-    if size > MAX_ORDER_BYTES:
-        raise RankFailedError(f"an order or an answer has {size} bytes, which is more than {MAX_ORDER_BYTES}")
+    if size > most_bytes:
+        raise RankFailedError(f"an order or an answer has {size} bytes, which is more than {most_bytes}")
     return (await reader.readexactly(size)).decode()

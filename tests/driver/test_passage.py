@@ -10,7 +10,7 @@ import pytest
 from fp8refit.driver import passage
 from fp8refit.driver.passage import Passage
 from fp8refit.errors import RankFailedError
-from fp8refit.remote.servers.orders import MAX_ORDER_BYTES, Answer
+from fp8refit.remote.servers.orders import MAX_BYTES, Answer
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_process_that_never_starts_is_told(name, monkeypatch):
 
 def test_a_process_that_ends_before_it_answers_is_told(name):
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"\0fp8refit-{os.getuid()}-{name}")
+        listener.bind(f"\0fp8refit-{os.getppid()}-{name}")
         listener.listen()
 
         async def steps() -> None:
@@ -63,29 +63,29 @@ def test_a_process_that_ends_before_it_answers_is_told(name):
             asyncio.run(steps())
 
 
-def test_another_user_neither_gives_nor_receives_orders(name, monkeypatch):
+def test_a_process_of_another_parent_neither_gives_nor_receives_orders(name, monkeypatch):
     heard = []
 
     async def steps() -> None:
         first, other = Passage(name), Passage(name)
         await first.open(lambda message: heard.append(message))
-        monkeypatch.setattr(os, "getuid", lambda: -1)
+        monkeypatch.setattr(os, "getppid", lambda: -1)
         await other.pass_on("hello")
 
-    with pytest.raises(RankFailedError, match="of user"):
+    with pytest.raises(RankFailedError, match="none of this server"):
         asyncio.run(steps())
     assert heard == []
 
 
 def test_an_answer_that_is_too_long_is_not_read(name):
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"\0fp8refit-{os.getuid()}-{name}")
+        listener.bind(f"\0fp8refit-{os.getppid()}-{name}")
         listener.listen()
 
         async def steps() -> None:
             asked = asyncio.create_task(Passage(name).pass_on("hello"))
             other, _ = await asyncio.to_thread(listener.accept)
-            other.sendall((MAX_ORDER_BYTES + 1).to_bytes(8))
+            other.sendall((MAX_BYTES + 1).to_bytes(8))
             try:
                 await asked
             finally:

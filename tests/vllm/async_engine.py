@@ -36,12 +36,14 @@ def outcome(task: asyncio.Task) -> dict:
     }
 
 
-async def refit_under_way(subject: AsyncSubject, policy: dict, calibration: Any = None, **options: Any) -> dict:
+async def refit_under_way(
+    subject: AsyncSubject, policy: dict, calibration: Any = None, sampling: SamplingParams = LONG, **options: Any
+) -> dict:
     """Refit while two requests run, with a third that comes in between. Nothing may be stuck."""
     running = []
     for prompt in PROMPTS[:2]:
         started = asyncio.Event()
-        running.append(asyncio.create_task(subject.answer(prompt, LONG, started=started)))
+        running.append(asyncio.create_task(subject.answer(prompt, sampling, started=started)))
         await asyncio.wait_for(started.wait(), TIMEOUT_S)
     refitter = Refitter(subject.llm, **options)
     refit = asyncio.create_task(refitter.refit_async(policy, calibration=calibration))
@@ -174,10 +176,12 @@ def try_failing(mode: str):
     return attempt
 
 
-def try_too_slow(subject: AsyncSubject, family: str, work: Path) -> dict:
+def try_too_slow(
+    subject: AsyncSubject, family: str, work: Path, *, timeout_s: float = 0.15, sampling: SamplingParams = LONG
+) -> dict:
     """`wait` that is told to wait for less than requests take, and for more than the engine does to answer a call."""
     before = subject.live()
-    found = subject.run(refit_under_way(subject, make_policy(family, 2), timeout_s=0.15))
+    found = subject.run(refit_under_way(subject, make_policy(family, 2), sampling=sampling, timeout_s=timeout_s))
     return found | {"untouched": subject.live() == before, "traces": subject.traces}
 
 

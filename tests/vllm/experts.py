@@ -1,19 +1,23 @@
 """Real engines of mixtures of experts: a policy in every form that trainers send, vLLM's own reload, two ranks."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from async_engine import refit_under_way
-from engines import SCALES, booted, booted_dummy, generate, live_bytes, make_policy, model_of, scribble
+from async_engine import refit_under_way, try_too_slow
+from engines import PROMPTS, SCALES, booted, booted_dummy, generate, live_bytes, make_policy, model_of, said, scribble
 from subject import NOISE, AsyncSubject, Subject, booted_as
 from torch import Tensor, nn
+from vllm import SamplingParams
 
 from fp8refit import Broadcaster, Refitter, quantize_blockwise
 from fp8refit.checkpoint import quantize_checkpoint
 from tests.tiny_models import add_small_blocks, save_model
 
+LONGER = SamplingParams(max_tokens=300, temperature=0, detokenize=False, ignore_eos=True)
+"""For replicas, of which each step waits for those of others."""
 MODES = ("wait", "abort", "keep", "continue")
 STACKS = (".experts.gate_up_proj", ".experts.down_proj")
 
@@ -179,6 +183,34 @@ def refit_in_flight(subject: AsyncSubject, family: str, mode: str) -> dict:
     return subject.run(refit_under_way(subject, make_policy(family, 2), in_flight=mode, timeout_s=20))
 
 
+def cancel_when_paused(subject: AsyncSubject, family: str, num_pauses: int) -> dict:
+    """A refit is cancelled as soon as its pause number `num_pauses` has begun; another one follows. Nothing may stay paused."""
+
+    async def steps() -> dict:
+        client, begun, refitter = subject.llm.engine_core, [0], Refitter(subject.llm, timeout_s=20)
+        pause = client.pause_scheduler_async
+
+        async def count(**how: Any) -> None:
+            begun[0] += 1
+            await pause(**how)
+
+        client.pause_scheduler_async = count
+        try:
+            refit = asyncio.create_task(refitter.refit_async(make_policy(family, 1)))
+            while begun[0] <= num_pauses and not refit.done():
+                await asyncio.sleep(0)
+            refit.cancel()
+            await asyncio.wait([refit])
+        finally:
+            del client.pause_scheduler_async
+        await refitter.refit_async(make_policy(family, 2))
+        paused = await subject.llm.is_paused()
+        answer = await asyncio.wait_for(subject.answer(PROMPTS[2]), 20)
+        return {"cancelled": refit.cancelled(), "paused": paused, "tokens": said(answer)["tokens"]}
+
+    return subject.run(steps())
+
+
 def run_expert_ranks(layout: str, family: str, model: str, options: dict[str, Any], is_refitted: bool) -> dict:
     """One engine of two ranks: of noise and refitted twice, or of a checkpoint."""
     with booted_as(layout, Path(model), "fp32", **options, **(NOISE if is_refitted else {})) as subject:
@@ -193,5 +225,7 @@ def run_expert_ranks(layout: str, family: str, model: str, options: dict[str, An
                 found |= broadcast_stacks(subject, family)
             if layout == "replicas":
                 found["in flight"] = {mode: refit_in_flight(subject, family, mode) for mode in MODES}
+                found["too slow"] = try_too_slow(subject, family, Path(model), timeout_s=2.0, sampling=LONGER)
+                found["cancelled"] = [cancel_when_paused(subject, family, at) for at in range(2)]
             found["num_slots"] = sum(".experts." in slot.name for slot in subject.layout().slots)
         return found | subject.state()

@@ -161,6 +161,23 @@ def test_replicas_that_share_experts_are_refitted_while_they_answer(mode, replic
     assert found["late"]["tokens"] == driver["outputs"][2]["tokens"]
 
 
+def test_requests_to_replicas_that_share_experts_go_on_if_waiting_for_them_takes_too_long(replicas):
+    (driver,) = replicas[0].drivers
+    slow = driver["too slow"]
+    assert slow["refit"]["error"] == "EngineBusyError"
+    assert {request["reason"] for request in (*slow["running"], slow["late"])} == {"length"}
+    assert slow["untouched"] and not slow["dirty"] and slow["traces"] == []
+
+
+@pytest.mark.parametrize("at", range(2))
+def test_replicas_that_share_experts_do_not_stay_paused_by_a_refit_that_was_cancelled(at, replicas):
+    (driver,) = replicas[0].drivers
+    found = driver["cancelled"][at]
+    assert found["cancelled"]
+    assert not found["paused"]
+    assert found["tokens"] == driver["outputs"][2]["tokens"]
+
+
 def test_replicas_that_share_experts_say_what_fresh_ones_say(replicas):
     refitted, fresh = replicas
     assert [driver["outputs"] for driver in refitted.drivers] == [driver["outputs"] for driver in fresh.drivers]
