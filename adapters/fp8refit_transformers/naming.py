@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from fp8refit.fill.plan import is_any_of
 from fp8refit.live.names import without_numbers
 from fp8refit.live.slots import Refusal, Stacked, TensorMeta
+from fp8refit.sources.checkpoints import SafetensorsSource
 from fp8refit.tracing.records import Copy
 from fp8refit.tracing.trace import Trace
 from fp8refit.tracing.twin import Naming, Twin
@@ -69,6 +71,26 @@ def plain_config(model: str, config: Any, overrides: Any, **options: Any) -> Any
         else:
             setattr(plain, name, value)
     return plain
+
+
+def headers_of(model: str, *, revision: str | None, cache_dir: str | None) -> Mapping[str, TensorMeta]:
+    """What a checkpoint of safetensors holds, as its files say.
+
+    Args:
+        model: Folder or name.
+        revision: Of a name.
+        cache_dir: Where names are cached, if it is not the default.
+
+    Raises:
+        InvalidSourceError: There are no such files.
+        OSError: The name is not cached.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
+    return SafetensorsSource(folder).metadata
 
 
 def namings_of(config: Any) -> Iterator[Naming]:

@@ -3,9 +3,8 @@
 import copy
 import inspect
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,29 +12,27 @@ from fp8refit_transformers.naming import namings_of, plain_config, twin_or_refus
 from torch import nn
 
 from fp8refit.live.slots import Refusal
-from fp8refit.tracing.records import Traced
-from fp8refit.tracing.twin import EmptyOnMeta, Twin, format_stored, trace_as_named, trace_twin
+from fp8refit.tracing.twin import EmptyOnMeta, Twin, format_stored, trace_as_named
 from fp8refit_vllm.compat import holds_nvfp4
 from fp8refit_vllm.drafts import Draft
 
 
-def twin_of(config: Any, draft: Draft | None = None, beside: Sequence[str] = ()) -> Twin | Refusal:
+def twin_of(
+    config: Any, draft: Draft | None = None, is_beside: Callable[[str], bool] = lambda _: False
+) -> Twin | Refusal:
     """Trace the loader of this rank's model, or of its draft; a refusal if that is impossible.
 
     Args:
         config: The worker's `VllmConfig`.
         draft: The draft.
-        beside: Patterns of what the target's checkpoints hold beside the target.
+        is_beside: Whether the target's checkpoints hold a name beside the target.
     """
-    own, model_config = config, config.model_config
-    prefix, naming = "", None
+    own, model_config, prefix = config, config.model_config, ""
     if draft is not None:
         own, model_config, prefix = draft.config, draft.model_config, draft.prefix
-    if draft is not None and not draft.is_plain:
-        listed = draft.naming(beside)
-        if isinstance(listed, Refusal):
-            return listed
-        naming = listed
+    naming = None if draft is None or draft.is_plain else draft.naming(is_beside)
+    if isinstance(naming, Refusal):
+        return naming
     from vllm.config import set_current_vllm_config
 
     @contextmanager
@@ -48,19 +45,12 @@ def twin_of(config: Any, draft: Draft | None = None, beside: Sequence[str] = ())
 
     def trace() -> Twin | None:
         mode = EmptyOnMeta()
-        namings = iter([naming]) if naming is not None else namings_of(_plain_config(model_config))
         with build(mode) as model:
             options = {"num_ranks": config.parallel_config.world_size_across_dp, "build": build, "mode": mode}
             options |= format_stored(own.quant_config, model)
-            twin = trace_as_named(model, namings, **options)
-            if draft is None or naming is None or twin is None or draft.is_apart:
-                return twin
-            # The checkpoint is also the target's, of which the draft's loader takes little.
-            is_own, taken = draft.owns(beside), twin.traced.taken
-            rest = {name: meta for name, meta in naming.tensors.items() if is_own(name) or name in taken}
-            again = trace_twin(model, replace(naming, tensors=rest), **options)
-            lost = tuple(each for each in twin.traced.objections if each.parameter and not each.source)
-            return replace(again, traced=again.traced.with_all([Traced(copies=(), objections=lost)]))
+            if draft is not None and naming is not None:
+                return draft.trace(model, naming, is_beside, **options)
+            return trace_as_named(model, namings_of(_plain_config(model_config)), **options)
 
     return twin_or_refusal(model_config.hf_config, trace)
 

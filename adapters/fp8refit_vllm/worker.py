@@ -17,6 +17,7 @@ from fp8refit.driver.attach import hold, made_once
 from fp8refit.driver.drop_in import DropInOptions
 from fp8refit.driver.replicas import Gathering
 from fp8refit.errors import UnsupportedEngineError
+from fp8refit.fill.plan import is_any_of
 from fp8refit.live.drafts import with_draft
 from fp8refit.live.slots import Inventory, Refresh, Refusal
 from fp8refit.ranks.rank import Rank
@@ -214,8 +215,8 @@ class WorkerModel:
 
     @cached_property
     def _twin_of_draft(self) -> Twin | Refusal:
-        twin = self._twin
-        return twin_of(self._worker.vllm_config, self._draft, twin.naming.beside if isinstance(twin, Twin) else ())
+        beside = self._twin.naming.beside if isinstance(self._twin, Twin) else ()
+        return twin_of(self._worker.vllm_config, self._draft, is_any_of(beside))
 
     def read_inventory(self) -> Inventory:
         """List the model's slots, what cannot be refitted, and what must be refreshed after a write."""
