@@ -26,7 +26,10 @@ from fp8refit.live.slots import (
 )
 from fp8refit.sources.checkpoints import SafetensorsSource
 
-_LINEAR = re.compile(r"_proj(?:_with_mqa)?\.weight$|\.experts\..+\.weight$")
+_LINEAR = re.compile(r"(?<!\beh)_proj(?:_with_mqa)?\.weight$|\.experts\..+\.weight$")
+"""Of layers that published checkpoints quantize. They leave `eh_proj` of layers that draft tokens, which most engines hold as
+`nn.Linear`.
+"""
 _STACK = re.compile(r"\.experts\.[a-z]\w*$")
 _LM_HEAD = re.compile(r"(?:^|\.)lm_head\.weight$")
 EMBEDDING = re.compile(r"(?:^|\.)(?:embed\w*|\w*embeddings?|wte|wpe)\.weight$")

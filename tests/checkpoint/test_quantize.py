@@ -429,6 +429,12 @@ def test_a_draft_with_a_checkpoint_of_its_own_is_not_asked_for(dst, tmp_path):
     assert read_shards(dst).keys() == read_shards(quantized(src, tmp_path / "alone", layout)).keys()
 
 
+def test_the_projection_of_two_halves_of_a_draft_stays_as_engines_multiply_by_it(dst, tmp_path):
+    projection = {"model.layers.2.eh_proj.weight": make_weights()[Q_PROJ].clone()}
+    quantize_checkpoint(write_checkpoint(tmp_path / "src", make_weights() | projection), dst)
+    assert {read_shards(dst)[name].dtype for name in projection} == {torch.bfloat16}
+
+
 def quantized(src: Path, dst: Path, layout: EngineLayout) -> Path:
     quantize_checkpoint(src, dst, like=layout)
     return dst
