@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fp8refit import RefitReport
+from fp8refit import RefitReport, VerifyReport
 
 
 class Subject(Protocol):
@@ -14,6 +14,9 @@ class Subject(Protocol):
     num_ranks: int
 
     def refit(self, source: Any, *, manifest: Any = None, calibration: Any = None, **options: Any) -> RefitReport: ...
+
+    def verify(self, source: Any) -> VerifyReport:
+        """Whether the engine holds a policy."""
 
     def look(self, what: str, *arguments: Any) -> list:
         """What each rank answers that this driver reaches."""

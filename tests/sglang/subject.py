@@ -8,7 +8,7 @@ import engines
 import sglang
 from engines import PROMPTS, SAMPLING, look
 
-from fp8refit import RefitReport, Refitter
+from fp8refit import RefitReport, Refitter, VerifyReport
 from fp8refit.live.layout import EngineLayout
 
 
@@ -22,6 +22,9 @@ class Subject:
 
     def refit(self, source: Any, *, manifest: Any = None, calibration: Any = None, **options: Any) -> RefitReport:
         return Refitter(self.engine, **options).refit(source, manifest=manifest, calibration=calibration)
+
+    def verify(self, source: Any) -> VerifyReport:
+        return Refitter(self.engine).verify(source)
 
     def layout(self) -> EngineLayout:
         return Refitter(self.engine).layout()

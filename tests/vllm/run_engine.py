@@ -21,7 +21,7 @@ from containers import run_container
 from core_loop import run_core_loop
 from custom_loaders import LOADERS, booted_with
 from dirty_engines import run_dirty_async, run_trainer_errors
-from drafts import run_drafting, run_drafts, run_fresh_drafting, run_fresh_drafts, save_drafting
+from drafts import run_drafting, run_drafts, run_fresh_drafting, run_fresh_drafts
 from drop_ins import (
     run_drop_in,
     run_drop_in_boot,
@@ -67,6 +67,7 @@ from fp8refit.bench.rollout import _refit
 from fp8refit.bench.rollout_engine import RolloutBoot
 from fp8refit.checkpoint import quantize_checkpoint
 from tests import cross_engine, rollout_engines, zoo_models
+from tests.engines.drafts import save_drafting
 from tests.engines.scripts import run_script
 from tests.tiny_models import add_small_blocks, save_model
 

@@ -18,7 +18,7 @@ from vllm import LLM
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from fp8refit import KvReport, RefitReport, Refitter
+from fp8refit import KvReport, RefitReport, Refitter, VerifyReport
 
 LAYOUTS = {
     "multi-process": {},
@@ -48,6 +48,9 @@ class Subject:
     ) -> RefitReport:
         refitter = Refitter(self.llm, **options)
         return refitter.refit(source, manifest=manifest, calibration=calibration, kv_scales=kv_scales)
+
+    def verify(self, source: Any) -> VerifyReport:
+        return Refitter(self.llm).verify(source)
 
     def calibrate(self, batch: Any, **options: Any) -> KvReport:
         return Refitter(self.llm, **options).calibrate(batch)
