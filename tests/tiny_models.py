@@ -119,6 +119,23 @@ EXPERTS = {
 FAMILIES = {
     # Queries of low rank, fused with the latents of keys and values, of which 576 rows are no whole number of blocks.
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, LATENT | {"q_lora_rank": 128}),
+    # What SGLang's draft needs: experts in the last layer, and what transformers has no names for.
+    "deepseek_v3_experts": (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        LATENT
+        | {
+            "q_lora_rank": 128,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 256,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+        },
+    ),
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM, LATENT | {"q_lora_rank": None}),
     "llama": (LlamaConfig, LlamaForCausalLM, {"head_dim": 64, "tie_word_embeddings": False}),
     "llama_tied": (LlamaConfig, LlamaForCausalLM, {"head_dim": 64, "tie_word_embeddings": True}),

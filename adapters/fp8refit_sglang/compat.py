@@ -5,11 +5,12 @@ are free text, and it needs no update session.
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from http import HTTPStatus
+from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any
 
@@ -58,6 +59,9 @@ IN_SLEEP = in_updater("release_memory_occupation")
 _ARGUMENTS = ("sglang.srt.runtime_context.get_server_args", "sglang.srt.server_args.get_global_server_args")
 _IO, _TOKENIZER = f"{_MANAGERS}.io_struct", f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
 _LOADER, _EXECUTOR = "sglang.srt.model_loader.loader", "sglang.srt.model_executor"
+_MOE = "sglang.srt.layers.moe.utils"
+_BUILD_SCOPE = "draft_model_build_scope"
+_DRAFT_SCOPES = ("speculative_moe_backend_context", "speculative_moe_a2a_backend_context", _BUILD_SCOPE)
 
 NEEDED = (
     Seam(
@@ -127,6 +131,19 @@ SEAMS = (
             *within(_LOADER, "_get_quantization_config(config,load) _initialize_model(config,load,quantization)"),
         ),
         without="every refit is refused",
+    ),
+    Seam(
+        purpose="drafts",
+        names=(
+            f"{_MANAGERS}.scheduler.Scheduler().draft_worker",
+            *within(_MOE, "speculative_moe_backend_context() speculative_moe_a2a_backend_context()"),
+        ),
+        without="a draft is traced as its target is built",
+    ),
+    Seam(
+        purpose="building drafts",
+        names=within(_MOE, f"{_BUILD_SCOPE}()"),
+        without="a draft is traced with the MoE settings of its target",
     ),
     Seam(
         purpose="forward contexts, and graphs by kind",
@@ -358,6 +375,24 @@ def forward_scope(runner: Any) -> AbstractContextManager[None]:
         return nullcontext()
     scope: AbstractContextManager[None] = forward_context(ForwardContext(attn_backend=runner.attn_backend))
     return scope
+
+
+def draft_runner_of(scheduler: Any) -> Any:
+    """The `ModelRunner` of the draft; None if there are several, or none."""
+    worker = getattr(scheduler.draft_worker, "draft_worker", None)
+    is_single = not hasattr(worker, "draft_runner_list")  # of drafts with one model per step
+    return getattr(worker, "draft_runner", None) if is_single else None
+
+
+@contextmanager
+def draft_scope(*, is_plain: bool) -> Iterator[None]:
+    """The context in which SGLang builds a draft, which may have another MoE backend than the target."""
+    scopes = import_module(_MOE)
+    with ExitStack() as entered:
+        for name in (_BUILD_SCOPE,) if is_plain else _DRAFT_SCOPES:
+            if hasattr(scopes, name):
+                entered.enter_context(getattr(scopes, name)())
+        yield
 
 
 def make_kv_scales(layer: Any) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 
 from fp8refit.driver.drop_in import DropIn, DropInOptions
 from fp8refit.driver.installed import Installed, drop_in_of, instead_of
-from fp8refit.errors import RefitError
+from fp8refit.errors import RefitError, UnsupportedEngineError
 from fp8refit.live.slots import FP8_DTYPE
 from fp8refit_sglang.compat import close_session, has_sessions, in_updater, weights_receipt
+from fp8refit_sglang.drafts import Draft, draft_of
 from fp8refit_sglang.live_scheduler import Scheduler
 from fp8refit_sglang.worker import rank_of
 
@@ -29,6 +30,11 @@ ANSWERED = (
     "update_weights_from_tensor",
 )
 """Methods for weight updates in a scheduler. An exception from them would end the engine."""
+
+_HAS_DRAFT = (
+    "SGLang's own updates load weights into the draft, too, past fp8refit; refit with `Refitter`, or boot without "
+    "speculative_algorithm"
+)
 
 
 def hooks() -> dict[str, Callable[..., Any]]:
@@ -67,6 +73,8 @@ def install(scheduler: Any) -> None:
         return
     load: Callable[..., set[str]]
     try:
+        if isinstance(draft_of(Scheduler(scheduler)), Draft):
+            raise UnsupportedEngineError(_HAS_DRAFT)
         drop_in = DropIn(scheduler, rank_of(Scheduler(scheduler)), options, logger)
         load = drop_in.load
     except RefitError as error:

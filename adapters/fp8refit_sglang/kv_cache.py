@@ -50,7 +50,7 @@ class HeldScale:
 
 
 class HeldScales:
-    """All KV scales of a model, whatever the dtype of its cache.
+    """All KV scales of an engine's models, whatever the dtype of its cache.
 
     Args:
         is_noise: Whether a dummy boot filled the tensors and their copies with noise.
@@ -60,9 +60,9 @@ class HeldScales:
         self._is_noise = is_noise
         self._scales: list[HeldScale] = []
 
-    def read(self, model: nn.Module) -> None:
-        """Find the scales that `model` has now."""
-        self._scales = [scale for module in model.modules() for scale in scales_of(module)]
+    def read(self, *models: nn.Module) -> None:
+        """Find the scales that `models` have now."""
+        self._scales = [scale for model in models for module in model.modules() for scale in scales_of(module)]
 
     def write_copy(self, scale: HeldScale, value: float) -> None:
         """Write SGLang's copy of a scale."""

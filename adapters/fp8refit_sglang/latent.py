@@ -13,7 +13,10 @@ from fp8refit.tracing.rules import Why
 from fp8refit_sglang.experts import FROM_FP8, quantizes_itself
 
 ABSORBED = _KEYS, _VALUES = "w_kc", "w_vc"
-_KNOWN_RULE = "DeepseekV2WeightLoaderMixin.post_load_weights"
+_KNOWN_RULES = tuple(
+    f"{owner}.post_load_weights" for owner in ("DeepseekV2WeightLoaderMixin", "DeepseekV3ForCausalLMNextN")
+)
+"""The second calls the first, for the layer that drafts tokens."""
 _SCALES = ("w_scale", "w_scale_k", "w_scale_v")
 _OF_OTHER_RANKS = ("w_kc_qrep", "q_b_proj_qrep", "q_b_proj_qrep_weight")
 
@@ -26,7 +29,7 @@ def is_latent(module: nn.Module) -> bool:
 def has_known_rule(model: nn.Module) -> bool:
     """Whether `model` makes its absorbed copies like DeepSeek's models; others scale them."""
     rule = getattr(type(model), "post_load_weights", None)
-    return getattr(rule, "__qualname__", "") == _KNOWN_RULE
+    return getattr(rule, "__qualname__", "") in _KNOWN_RULES
 
 
 def why_not_absorbed(module: Any, *, is_known_rule: bool) -> Why:

@@ -90,10 +90,16 @@ class SglangRules:
         return False
 
     def kept(self, module: nn.Module) -> Collection[str]:
-        """What is refreshed, absorbed copies and routers in float32; the KV scales of an attention layer; and what sends tokens
-        to experts, which holds no weights and numbers its rank's experts at the first forward.
+        """What is refreshed, absorbed copies and routers in float32; the KV scales of an attention layer; what sends tokens to
+        experts, which holds no weights and numbers its rank's experts at the first forward; and the tokens that a draft knows.
         """
-        return (*ABSORBED, ROUTER_COPY, "dispatcher", *(_KV_SCALES if hasattr(module, "k_scale_float") else ()))
+        return (
+            *ABSORBED,
+            ROUTER_COPY,
+            "dispatcher",
+            "hot_token_id",
+            *(_KV_SCALES if hasattr(module, "k_scale_float") else ()),
+        )
 
     def dequantize(self, layer: Any, dtype: torch.dtype) -> Tensor:
         """By its scales of blocks or rows, if it has any."""

@@ -53,15 +53,19 @@ class Scheduler:
         return int(self._scheduler.tp_group.world_size)
 
     @property
-    def has_draft_model(self) -> bool:
-        """Whether a draft model with its own weights is used."""
-        return getattr(self._scheduler, "draft_worker", None) is not None
+    def draft_algorithm(self) -> str:
+        """How tokens are drafted, by the name of SGLang's `SpeculativeAlgorithm`."""
+        return str(self._scheduler.spec_algorithm.name)
+
+    @property
+    def has_token_map(self) -> bool:
+        """Whether a draft may propose only some tokens, which the user lists."""
+        return self._scheduler.server_args.speculative_token_map is not None
 
     @property
     def has_dummy_weights(self) -> bool:
         """Whether the engine was booted with dummy weights."""
-        load_format = self._scheduler.server_args.load_format
-        return str(getattr(load_format, "value", load_format)) == "dummy"
+        return has_dummy_weights(self._scheduler.server_args.load_format)
 
     @property
     def is_multimodal(self) -> bool:
@@ -186,6 +190,11 @@ class Scheduler:
             return bool(self._scheduler.flush_cache(empty_cache=False))
         finally:
             self._scheduler.waiting_queue = waiting
+
+
+def has_dummy_weights(load_format: Any) -> bool:
+    """Whether a load format of SGLang's makes weights up."""
+    return str(getattr(load_format, "value", load_format)) == "dummy"
 
 
 def decoder_of(model: nn.Module) -> nn.Module | None:

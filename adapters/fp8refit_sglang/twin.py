@@ -2,8 +2,8 @@
 
 import copy
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,35 +12,61 @@ from torch import nn
 
 from fp8refit.live.slots import Refusal
 from fp8refit.tracing.twin import EmptyOnMeta, Twin, format_stored, trace_as_named
+from fp8refit_sglang.compat import draft_scope
+from fp8refit_sglang.drafts import Draft
 
 _MAY_DOWNCAST = "SGLANG_QUANT_ALLOW_DOWNCASTING"
 """Without it, some loaders reject BF16 tensors for FP8 weights."""
 
 
-def twin_of(config: Any, load_config: Any, *, num_ranks: int) -> Twin | Refusal:
-    """Trace the loader of this rank's model; a refusal if that is impossible.
+def twin_of(
+    config: Any,
+    load_config: Any,
+    *,
+    num_ranks: int,
+    draft: Draft | None = None,
+    is_beside: Callable[[str], bool] = lambda _: False,
+) -> Twin | Refusal:
+    """Trace the loader of this rank's model, or of its draft; a refusal if that is impossible.
 
     Args:
         config: SGLang's `ModelConfig`.
         load_config: Its `LoadConfig`.
         num_ranks: Number of ranks that share a checkpoint.
+        draft: The draft, if the others are its.
+        is_beside: Whether the target's checkpoints hold a name beside the target.
     """
+    naming = None if draft is None or draft.is_plain else draft.naming(is_beside)
+    if isinstance(naming, Refusal):
+        return naming
+
+    @contextmanager
+    def built(mode: EmptyOnMeta) -> Iterator[tuple[nn.Module, Any]]:
+        scope = nullcontext() if draft is None else draft_scope(is_plain=draft.is_plain)
+        with scope, _built(config, load_config, mode) as found:
+            yield found
 
     @contextmanager
     def build(mode: EmptyOnMeta) -> Iterator[nn.Module]:
-        with _built(config, load_config, mode) as (model, _):
+        with built(mode) as (model, _):
             yield model
 
     def trace() -> Twin | None:
-        overrides = config.model_override_args or {}
-        options = {"revision": config.revision, "trust_remote_code": False}
-        namings = namings_of(plain_config(config.model_path, config.hf_config, overrides, **options))
         mode = EmptyOnMeta()
-        with _built(config, load_config, mode) as (model, quantization):
-            options = format_stored(quantization, model)
-            return trace_as_named(model, namings, num_ranks=num_ranks, build=build, mode=mode, **options)
+        with built(mode) as (model, quantization):
+            options = {"num_ranks": num_ranks, "build": build, "mode": mode, **format_stored(quantization, model)}
+            if draft is not None and naming is not None:
+                return draft.trace(model, naming, is_beside, **options)
+            return trace_as_named(model, namings_of(_plain_config(config)), **options)
 
     return twin_or_refusal(config.hf_config, trace)
+
+
+def _plain_config(config: Any) -> Any:
+    """The Hugging Face config before SGLang adapted it to its own models."""
+    overrides = config.model_override_args or {}
+    options = {"revision": config.revision, "trust_remote_code": False}
+    return plain_config(config.model_path, config.hf_config, overrides, **options)
 
 
 @contextmanager

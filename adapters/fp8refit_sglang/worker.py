@@ -14,15 +14,19 @@ import torch
 from fp8refit.config import RefitConfig
 from fp8refit.driver.attach import made_once
 from fp8refit.errors import EngineAsleepError, EngineBusyError, RefitError
+from fp8refit.fill.plan import is_any_of
+from fp8refit.live.drafts import with_draft
 from fp8refit.live.slots import Inventory, Refresh, Refusal
 from fp8refit.ranks.rank import Rank
 from fp8refit.ranks.target import Target
 from fp8refit.remote.rank_server import RankServer
+from fp8refit.tracing.drafts import inventory_of_draft
 from fp8refit.tracing.inventory import inventory_of
 from fp8refit.tracing.twin import Twin
 from fp8refit.transport.loopback import RankConnection
 from fp8refit.transport.process_group import ProcessGroupExchange
 from fp8refit_sglang.compat import VERSIONS, address_in, loses_weights, receipt, scheduler_of
+from fp8refit_sglang.drafts import Draft, draft_of
 from fp8refit_sglang.kv_cache import HeldScales, read_kv_cache
 from fp8refit_sglang.layout import SglangRules
 from fp8refit_sglang.live_scheduler import Scheduler
@@ -120,6 +124,17 @@ class SchedulerModel:
         scheduler = self._scheduler
         return twin_of(scheduler.model_config, scheduler.load_config, num_ranks=scheduler.num_ranks)
 
+    @cached_property
+    def _draft(self) -> Draft | Refusal | None:
+        return draft_of(self._scheduler)
+
+    @cached_property
+    def _twin_of_draft(self) -> Twin | Refusal:
+        draft, beside = self._draft, self._twin.naming.beside if isinstance(self._twin, Twin) else ()
+        assert isinstance(draft, Draft), f"{draft=}"
+        configs, num_ranks = (draft.model_config, draft.load_config), self._scheduler.num_ranks
+        return twin_of(*configs, num_ranks=num_ranks, draft=draft, is_beside=is_any_of(beside))
+
     def check_ready(self) -> None:
         """Refuse to write weights that are asleep, or that SGLang itself is updating.
 
@@ -139,17 +154,21 @@ class SchedulerModel:
     def read_inventory(self) -> Inventory:
         """List the model's slots, what cannot be refitted, and what must be refreshed after a write."""
         scheduler, network = self._scheduler, self._scheduler.model
-        has_noise = scheduler.has_dummy_weights
-        inventory = inventory_of(network, SglangRules(network), self._twin, has_noise=has_noise)
+        has_noise, draft = scheduler.has_dummy_weights, self._draft
+        drafts = (draft.network,) if isinstance(draft, Draft) else ()
+        inventory = inventory_of(network, SglangRules(network), self._twin, has_noise=has_noise, apart=drafts)
         refusals = inventory.refusals
-        if scheduler.has_draft_model:
-            reason = "drafts tokens with its own weights, which a refit would not update"
-            refusals += (Refusal(module="draft model", reason=reason, remedy="Boot without speculative_algorithm"),)
+        if isinstance(draft, Refusal):
+            refusals += (draft,)
         if scheduler.is_multimodal:
             reason = "caches encoder outputs of earlier requests"
             refusals += (Refusal(module="multimodal model", reason=reason, remedy="Boot with enable_multimodal=False"),)
         # Sleep discards the KV scales, and a dummy boot fills them with noise.
-        self._scales.read(network)
+        self._scales.read(network, *drafts)
         refreshes = (*inventory.refreshes, Refresh(name="KV scales", run=self._scales.restore))
         kv = read_kv_cache(scheduler, self._scales)
-        return replace(inventory, kv=kv, refusals=refusals, refreshes=refreshes)
+        inventory = replace(inventory, kv=kv, refusals=refusals, refreshes=refreshes)
+        if not isinstance(draft, Draft):
+            return inventory
+        own, shared = inventory_of_draft(draft, self._twin_of_draft, SglangRules(draft.network), network, inventory)
+        return with_draft(inventory, own, shared=shared)

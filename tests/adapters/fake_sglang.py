@@ -297,11 +297,11 @@ class Scheduler:
         )
         self.tp_worker = SimpleNamespace(model_runner=self.runner)
         self.tp_group = SimpleNamespace(cpu_group=group, rank_in_group=rank, world_size=group.size)
-        self.server_args = SimpleNamespace(load_format="auto")
+        self.server_args = SimpleNamespace(load_format="auto", speculative_token_map=None)
         self.model_config = SimpleNamespace(is_multimodal=False, vocab_size=VOCAB_SIZE, context_len=64)
         self.chunked_prefill_size, self.max_prefill_tokens = 32, 4096
         self.weight_updater = WeightUpdater(self)
-        self.draft_worker = None
+        self.draft_worker, self.spec_algorithm = None, SimpleNamespace(name="NONE")
         self.waiting_queue: list[str] = []
         self.running: list[str] = []
         self.is_paused = False

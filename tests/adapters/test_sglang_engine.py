@@ -651,10 +651,18 @@ def test_something_else_of_sglang_s_is_refused():
         Refitter(runtime)
 
 
-def test_a_draft_model_is_refused(engine):
-    engine.schedulers[-1].draft_worker = object()
-    assert_nothing_written(engine, UnsupportedEngineError, "(?s)draft model.*Boot without speculative_algorithm")
+def test_a_draft_that_may_keep_copies_is_refused(engine):
+    engine.schedulers[-1].spec_algorithm.name = "DFLASH"
+    why = r"(?s)draft model: drafts tokens by DFLASH.*Boot with .* or without speculative_algorithm"
+    assert_nothing_written(engine, UnsupportedEngineError, why)
     assert_serves(engine)
+
+
+def test_drafting_without_a_model_changes_nothing(engine):
+    for scheduler in engine.schedulers:
+        scheduler.spec_algorithm.name, scheduler.draft_worker = "NGRAM", object()
+    Refitter(engine).refit(engine.make_policy(1))
+    engine.assert_holds(engine.make_policy(1))
 
 
 def test_a_multimodal_model_is_refused(engine):

@@ -382,6 +382,16 @@ def test_layers_whose_scales_nobody_made_are_left_alone():
     scales.restore()
 
 
+def test_scales_of_a_draft_come_back_with_those_of_its_target(monkeypatch):
+    models = [build(monkeypatch, "fp8_e4m3") for _ in range(2)]
+    scales = HeldScales(is_noise=False)
+    scales.read(*models)
+    for number, model in enumerate(models):
+        model.k_scale_float = model.v_scale_float = 2.0 + number
+    scales.restore()
+    assert [(model.k_scale.item(), model.v_scale.item()) for model in models] == [(2.0, 2.0), (3.0, 3.0)]
+
+
 def test_the_hook_builds_a_layer_with_what_it_was_given(monkeypatch):
     seen = []
     give_scales(

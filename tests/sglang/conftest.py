@@ -2,11 +2,12 @@
 
 What is real: SGLang's engine, tokenizer manager, scheduler processes, loaders, post-processing, torch-native attention,
 sampling, radix cache, tensor parallelism over gloo. What is not: the block-FP8 product, which is torch's (`cpu_linear.py`),
-and `sgl_kernel` and `cutlass`, stubs of which nothing runs (`stubs/`; `tests/stubs` lets torchvision be imported). Scheduler
-processes are forks of one that has imported SGLang, but for those that `run_engine.SPAWNED` names, which begin as SGLang has
-it. Nothing here speaks for GPU kernels, for DeepGEMM, CUTLASS or FlashInfer and the layouts that they pack weights into, for
-CUDA graphs, for CUDA IPC, for the memory saver, for an FP8 KV cache, or for speed. SGLang and torchvision are installed without
-their dependencies, on a CPU build of a torch that SGLang does not pin: `requirements-*.txt` are what they need here.
+the kernels that draft tokens and check them (`cpu_drafts.py`), and `sgl_kernel` and `cutlass`, stubs of which nothing else
+runs (`stubs/`; `tests/stubs` lets torchvision be imported). Scheduler processes are forks of one that has imported SGLang, but
+for those that `run_engine.SPAWNED` names, which begin as SGLang has it. Nothing here speaks for GPU kernels, for DeepGEMM,
+CUTLASS or FlashInfer and the layouts that they pack weights into, for CUDA graphs, for CUDA IPC, for the memory saver, for an
+FP8 KV cache, or for speed. SGLang and torchvision are installed without their dependencies, on a CPU build of a torch that
+SGLang does not pin: `requirements-*.txt` are what they need here.
 """
 
 import importlib.util

@@ -7,6 +7,7 @@ import time
 
 
 def register() -> None:
+    import cpu_drafts
     import cpu_experts
     import cpu_linear
     import torch
@@ -21,6 +22,7 @@ def register() -> None:
     torch.set_num_threads(1)  # tiny layers, few cores
     cpu_linear.register()
     cpu_experts.register()
+    cpu_drafts.register()
     model_runner.adjust_config_with_unaligned_cpu_tp = _as_padded(model_runner.adjust_config_with_unaligned_cpu_tp)
     kv_cache.is_cache_fp8 = lambda: True  # what no cache is on a CPU: so every family has KV scales
     Scheduler.fp8refit_test_observe = observe

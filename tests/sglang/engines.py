@@ -82,12 +82,15 @@ def generate(engine: sglang.Engine) -> list[dict]:
 
 
 def said(output: dict) -> dict:
-    """Greedy tokens, every log-probability as an exact hexadecimal float, and how many tokens the radix cache gave."""
+    """Greedy tokens, every log-probability as an exact hexadecimal float, how many tokens the radix cache gave, and how many
+    of a draft's were right.
+    """
     meta = output["meta_info"]
     return {
         "tokens": output["output_ids"],
         "logprobs": [[(token, logprob.hex()) for logprob, token, _ in step] for step in meta["output_top_logprobs"]],
         "num_cached": meta["cached_tokens"],
+        "num_accepted": meta.get("spec_num_correct_drafts"),
     }
 
 

@@ -133,7 +133,12 @@ def _model(scheduler) -> torch.nn.Module:
 
 
 def _live(scheduler) -> dict[str, torch.Tensor]:
-    model = _model(scheduler)
+    runner = getattr(getattr(scheduler.draft_worker, "draft_worker", None), "draft_runner", None)
+    drafts = {} if runner is None else {f"draft: {name}": tensor for name, tensor in _held(runner.model).items()}
+    return _held(_model(scheduler)) | drafts
+
+
+def _held(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     absorbed = {
         f"{name}.{copy}": getattr(module, copy)
         for name, module in model.named_modules()

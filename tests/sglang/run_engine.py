@@ -13,6 +13,7 @@ from attacked import run_oracle
 from clients import run_client, run_client_fresh
 from conformance import run_conformance
 from containers import run_container
+from drafts import run_drafting
 from drop_ins import run_drop_in, run_drop_in_off
 from engines import look
 from experts import run_experts
@@ -45,6 +46,7 @@ SCENARIOS = {
     "container": run_container,
     "experts": run_experts,
     "latent": run_latent,
+    "drafting": run_drafting,
     "conformance": run_conformance,
     "served": run_served,
     "drop-in going on": run_drop_in_going_on,

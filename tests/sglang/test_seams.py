@@ -5,6 +5,7 @@ from fp8refit_sglang.compat import SEAMS
 from tests.seam_reader import assert_is_known
 
 SINCE = {
+    "building drafts": "0.5.20",
     "forward contexts, and graphs by kind": "0.5.15",
     "updates that say when": "0.5.23",
 }
