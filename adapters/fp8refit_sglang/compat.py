@@ -379,7 +379,7 @@ def forward_scope(runner: Any) -> AbstractContextManager[None]:
 
 def draft_runner_of(scheduler: Any) -> Any:
     """The `ModelRunner` of the draft; None if there are several, or none."""
-    worker = getattr(scheduler.draft_worker, "draft_worker", None)
+    worker = getattr(getattr(scheduler, "draft_worker", None), "draft_worker", None)
     is_single = not hasattr(worker, "draft_runner_list")  # of drafts with one model per step
     return getattr(worker, "draft_runner", None) if is_single else None
 

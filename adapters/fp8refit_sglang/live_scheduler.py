@@ -55,7 +55,7 @@ class Scheduler:
     @property
     def draft_algorithm(self) -> str:
         """How tokens are drafted, by the name of SGLang's `SpeculativeAlgorithm`."""
-        return str(self._scheduler.spec_algorithm.name)
+        return str(getattr(getattr(self._scheduler, "spec_algorithm", None), "name", "NONE"))
 
     @property
     def has_token_map(self) -> bool:

@@ -16,7 +16,7 @@ from fp8refit_vllm.compat import has_dummy_weights
 from fp8refit_vllm.layout import VllmRules
 
 _OWN_METHOD = "draft_model"
-_BOOT = "Boot it from a BF16 or FP8 checkpoint of safetensors, which stays where it is, or without speculative_config"
+_BOOT = "Boot it from a BF16 or FP8 checkpoint of safetensors, and leave that in place, or without speculative_config"
 
 
 class Draft(DraftModel):

@@ -28,7 +28,7 @@ class DraftModel:
         network: The live model.
         read_headers: Returns every tensor of its checkpoint, as the files say: transformers knows no layers that draft tokens.
         is_plain: Whether it is a model of its own kind, not made for a target.
-        is_apart: Whether its checkpoint is another than the target's. True of every plain one.
+        is_apart: Whether its checkpoint is another than the target's; always, if it is plain.
         has_dummy_weights: Whether it was booted with dummy weights.
         problems: Other reasons not to refit it.
         remedy: What to boot then.
@@ -119,13 +119,15 @@ def inventory_of_draft(
         target: What a refit writes of it.
     """
     of_target = {slot.weight.untyped_storage()._cdata: slot.name for slot in target.slots}
-    rules, shared = _DraftRules(rules, of_target.keys()), dict[str, str]()
+    scales = {slot.scale.untyped_storage()._cdata for slot in target.slots if slot.scale is not None}
+    rules, shared = _DraftRules(rules, of_target.keys() | scales), dict[str, str]()
     if isinstance(twin, Refusal):
         return inventory_of(draft.network, rules, twin), shared
     held = ((name, of_target.get(tensor.untyped_storage()._cdata)) for name, tensor in named_tensors(draft.network))
     names = {name: found for name, found in held if found is not None and name in twin.firsts}
     shared = {copy.source: names[copy.parameter] for copy in twin.traced.copies if copy.parameter in names}
-    own = inventory_of(draft.network, rules, twin.without(names), apart=(network,))
+    # Engines give back the buffers of the target alone after sleep.
+    own = inventory_of(draft.network, rules, twin.without(names), has_noise=True, apart=(network,))
     stored = {} if draft.is_plain else draft.stored  # the trace has found the files of any other
     skipped = stored.keys() - twin.naming.tensors.keys() if draft.is_apart else frozenset[str]()
     never_sent = [name for name, m in stored.items() if m.dtype in TABLES or is_kv_scale(name) or name in skipped]
