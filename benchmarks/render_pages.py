@@ -57,6 +57,7 @@ REFITS = {
 }
 """Results of `fp8refit bench refit` that pages beside docs/benchmarks.md show."""
 VOTES = RESULTS / "votes_h200.json"
+DRAFTS = RESULTS / "drafts_vllm_h200.json"
 MANY = 1024
 SERVERS = "bench_refit_*_server_*.json"
 OLD = "†"
@@ -90,6 +91,15 @@ FAMILIES = ROOT / "docs" / "families.toml"
 
 Row = tuple[str, float, str, float | None, dict[str, Any], Iterable[str]]
 """What was refitted, its ms, what it is compared with and that one's ms, the result, and what a refit of it runs through."""
+
+
+DRAFT_STATES = {
+    "refitted": "both refitted",
+    "fresh": "a fresh boot of the same policy",
+    "stale": "the target refitted, the draft kept",
+    "back": "both refitted to the policy before",
+}
+"""Of `drafts_modes.py`, as the page calls them."""
 
 
 def render() -> dict[str, dict[str, str]]:
@@ -126,8 +136,9 @@ def render() -> dict[str, dict[str, str]]:
             "votes": render_votes(votes) + render_ages([votes]),
         },
         "docs/sources.md": {
+            "drafts": render_drafts(read(DRAFTS)) + render_ages([read(DRAFTS)]),
             "streams": render_ways([refits[name] for name in SOURCES_OF], SOURCES)
-            + render_ages(_as_read(refits, name) for name in SOURCES_OF)
+            + render_ages(_as_read(refits, name) for name in SOURCES_OF),
         },
         "docs/drop-in.md": {
             "transfers": render_ways([refits[name] for name in TRANSFERS_OF], TRANSFERS)
@@ -893,6 +904,18 @@ def render_votes(found: dict[str, Any]) -> str:
         f"{MANY} members on as many cores it says {alpha_ms + MANY * beta_ms:.0f} ms, which has not been measured. Between "
         "hosts a few times their latency is added, however many they are.\n\n"
         f"Source: {_link(VOTES.name)}. To measure again: `{found['command']}`.\n"
+    )
+
+
+def render_drafts(found: dict[str, Any]) -> str:
+    """What a draft is worth after a refit, and if it was left behind."""
+    rows = "".join(f"| {what} | {found['acceptance'][name]:.0%} |\n" for name, what in DRAFT_STATES.items())
+    return (
+        f"vLLM {found['versions']['vllm']} on one {found['gpu']}, CUDA graphs, a target of the Qwen3-0.6B shape in FP8 and a "
+        f"draft of the same weights in BF16, {found['num_slots']} slots together:\n\n"
+        f"| | guesses that were right |\n| --- | ---: |\n{rows}\n"
+        f"Random weights, so that these say how far the two agree, not what a real draft is worth. A refit of both took "
+        f"{found['median_ms']:.1f} ms. Source: {_link(DRAFTS.name)}, by `python -m pytest tests/gpu/test_drafts.py`.\n"
     )
 
 

@@ -22,6 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 MEASURED_PARTS: dict[str, tuple[str, ...]] = {
     "bench_kernel_*": ("kernels",),
     "bench_refit_*": PARTS,
+    "drafts_*": INSIDE,
     "experts_qwen3*": INSIDE,
     "experts_*": PARTS,
     "kv_*": PARTS,

@@ -93,7 +93,7 @@ class Worker:
 
     def __init__(self, rank: Rank, num_replicas: int) -> None:
         self.rank = rank.group.rank
-        told = {"data_parallel_size": 1, "data_parallel_index": num_replicas - 1}
+        told = {"data_parallel_size": 1, "data_parallel_index": num_replicas - 1, "data_parallel_external_lb": False}
         sizes = SimpleNamespace(world_size=rank.group.size, **told)
         self.vllm_config = SimpleNamespace(parallel_config=sizes)
         self.model_runner = SimpleNamespace(_fp8refit_rank=rank)

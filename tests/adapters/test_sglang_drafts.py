@@ -55,6 +55,15 @@ def test_a_draft_is_within_the_targets_checkpoint_or_apart(algorithm, model, is_
     assert (draft.is_plain, draft.is_apart, draft.refusals) == (is_plain, is_apart, ())
 
 
+def test_the_targets_checkpoint_may_be_named_otherwise_for_the_draft(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for target, draft in (("target", "target"), (tmp_path, "."), (tmp_path, f"{tmp_path}/")):
+        scheduler = scheduler_of("EAGLE", draft)
+        scheduler.itself.tp_worker.model_runner.model_config.model_path = str(target)
+        scheduler.itself.draft_worker.draft_worker.draft_runner.model_config.revision = "main"
+        assert not draft_of(scheduler).is_apart
+
+
 @pytest.mark.parametrize("algorithm", ["NONE", "NGRAM"])
 def test_there_may_be_no_model(algorithm):
     assert draft_of(scheduler_of(algorithm)) is None
