@@ -223,7 +223,7 @@ def run_expert_ranks(layout: str, family: str, model: str, options: dict[str, An
             subject.refit(Path(model))  # expert by expert
             if layout == "core in process":
                 found |= broadcast_stacks(subject, family)
-            if layout == "replicas":
+            if layout == "replicas" and options["enable_expert_parallel"]:
                 found["in flight"] = {mode: refit_in_flight(subject, family, mode) for mode in MODES}
                 found["too slow"] = try_too_slow(subject, family, Path(model), timeout_s=2.0, sampling=LONGER)
                 found["cancelled"] = [cancel_when_paused(subject, family, at) for at in range(2)]

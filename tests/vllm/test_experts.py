@@ -10,7 +10,7 @@ from fp8refit.checkpoint import quantize_checkpoint
 from tests.tiny_models import save_model
 from tests.vllm.processes import run_scenario
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(118)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(280)]
 
 CASES = [
     ("qwen3_moe", "fp32"),
@@ -140,8 +140,11 @@ def replicas(request, starter, work, ranks):
     for is_refitted in (True, False):
         asked = {"layout": "replicas", "family": SPLIT_FAMILY, "options": {"enable_expert_parallel": request.param}}
         asked |= {"is_refitted": is_refitted, "model": work / f"{SPLIT_FAMILY}-{'bf16' if is_refitted else 'fp8'}"}
-        found.append(run_scenario(starter, "expert ranks", asked, work, timeout_s=110))
+        found.append(run_scenario(starter, "expert ranks", asked, work, timeout_s=180))
     return found
+
+
+expert_parallel = pytest.mark.parametrize("replicas", [True], ids=["expert parallel"], indirect=True)
 
 
 def test_every_byte_of_replicas_that_share_experts_equals_that_of_fresh_ones(replicas):
@@ -151,6 +154,7 @@ def test_every_byte_of_replicas_that_share_experts_equals_that_of_fresh_ones(rep
     assert [first, last] == live_of(fresh) == refitted.ranks(lambda driver: driver["live_from_stacks"])
 
 
+@expert_parallel
 @pytest.mark.parametrize("mode", ["wait", "abort", "keep", "continue"])
 def test_replicas_that_share_experts_are_refitted_while_they_answer(mode, replicas):
     (driver,) = replicas[0].drivers
@@ -161,6 +165,7 @@ def test_replicas_that_share_experts_are_refitted_while_they_answer(mode, replic
     assert found["late"]["tokens"] == driver["outputs"][2]["tokens"]
 
 
+@expert_parallel
 def test_requests_to_replicas_that_share_experts_go_on_if_waiting_for_them_takes_too_long(replicas):
     (driver,) = replicas[0].drivers
     slow = driver["too slow"]
@@ -169,6 +174,7 @@ def test_requests_to_replicas_that_share_experts_go_on_if_waiting_for_them_takes
     assert slow["untouched"] and not slow["dirty"] and slow["traces"] == []
 
 
+@expert_parallel
 @pytest.mark.parametrize("at", range(2))
 def test_replicas_that_share_experts_do_not_stay_paused_by_a_refit_that_was_cancelled(at, replicas):
     (driver,) = replicas[0].drivers
