@@ -21,7 +21,7 @@ from tests.serving import FORK, ask, free_port, option, run_driver
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FAMILY = "qwen3"
 KEY, TOKEN = "a-key", "a-token-of-this-test"
-START_S = 90
+START_S = 180
 
 
 def run_script(script: Path, *arguments: object, timeout_s: float = 60) -> dict:

@@ -8,7 +8,7 @@ import pytest
 from tests.serving import RAW
 from tests.vllm.processes import vllm_version
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(160)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(290)]
 
 
 OPTIONS = {"one process": {}, "replicas and processes": {"data_parallel_size": 2, "api_server_count": 2}}
