@@ -15,6 +15,8 @@ InFlight = Literal["wait", "abort", "keep", "continue"]
 KvKind = Literal["q", "k", "v"]
 Transport = Literal["auto", "collective"]
 
+LORA = "lora."
+"""Begins the names of LoRA adapters' matrices in an engine. A refit of base weights keeps them."""
 LONGEST_WAIT_S = 1e9
 """The longest wait that may be asked of another process. Every clock and socket accepts it."""
 Wait: TypeAlias = Annotated[float, Field(gt=0, le=LONGEST_WAIT_S, allow_inf_nan=False)]
@@ -131,9 +133,10 @@ class RefitConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     """What to do with an FP8 tensor if its scales are not powers of two and the slot's kernel needs powers of two. `copy`
     writes them bit for bit anyway: the engine then differs from one booted from that checkpoint."""
 
-    keep: tuple[str, ...] = ()
+    keep: tuple[str, ...] = Field(default=(), validate_default=True)
     """Patterns (`*` and `?`) of checkpoint names that may be missing, such as frozen parameters: the engine keeps its
-    values. Weights discarded by sleep mode or overwritten by a failed refit cannot be kept. One pattern may be a string."""
+    values. Weights discarded by sleep mode or overwritten by a failed refit cannot be kept. One pattern may be a string.
+    `lora.*`, the engine's adapters, is always added: `Refitter.refit_adapter` writes them."""
 
     ignore: tuple[str, ...] = ()
     """Patterns (`*` and `?`) of names that the trainer may send although the engine has no such weight. Whatever else the
@@ -182,6 +185,11 @@ class RefitConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     @classmethod
     def _one_or_several(cls, patterns: Any) -> Any:
         return (patterns,) if isinstance(patterns, str) else patterns
+
+    @field_validator("keep")
+    @classmethod
+    def _and_adapters(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*patterns, f"{LORA}*")))
 
 
 def _described(model: type[BaseModel]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from textwrap import shorten
 from typing import TypeVar
 
-from fp8refit.config import Job, KvOrder, RefitConfig
+from fp8refit.config import LORA, Job, KvOrder, RefitConfig
 from fp8refit.driver.attach import AttachedEngine
 from fp8refit.driver.engine import Engine
 from fp8refit.errors import (
@@ -62,8 +62,19 @@ class Attempt:
         manifest: Manifest | None,
         calibration: Calibration | None,
         kv_scales: KvScaleValues | None,
+        adapted: Callable[[Source], Source] | None = None,
     ) -> RefitReport:
-        """Move the engine to a policy. See `fp8refit.Refitter.refit`."""
+        """Move the engine to a policy, or one of its adapters. See `fp8refit.Refitter.refit` and `refit_adapter`.
+
+        Args:
+            state_dict: See `Refitter.refit`, as the others.
+            config: Its options.
+            names: The engine's names for the trainer's.
+            manifest: Of the state dict.
+            calibration: What KV scales are measured on.
+            kv_scales: KV scales.
+            adapted: Makes an adapter's matrices of the source.
+        """
         engine, ranks, clock = self._engine, self._engine.ranks, PhaseClock()
         with clock.phase("plan"):
             job = Job(config=config)
@@ -73,9 +84,12 @@ class Attempt:
                     kv = await order_of(calibration, kv_scales, config.kv, engine.tokenize)
                     job = Job(config=config, kv=kv)
                 await engine.check_ready()
-            drops_caches = await ranks.prepare(
-                lambda: _source_of(state_dict, config, names, manifest), job, driver_error=unready.error
-            )
+
+            def make_source() -> Source:
+                source = _source_of(state_dict, config, names, manifest)
+                return source if adapted is None else adapted(source)
+
+            drops_caches = await ranks.prepare(make_source, job, driver_error=unready.error)
         if isinstance(ranks, SendsAhead) and ranks.ahead_s:
             clock.move("plan", stage=ranks.ahead_s)
         self.version, num_interrupted = ranks.version, 0
@@ -103,6 +117,8 @@ class Attempt:
             standstill_s=max(rank.still_s for rank in written) or time.perf_counter() - since_s,
             num_interrupted=num_interrupted,
         )
+        kept = () if adapted is not None else tuple(name for name in report.kept if not name.startswith(LORA))
+        report = report.model_copy(update={"kept": kept})
         logger.info("%s", report.summary())
         return report
 
@@ -234,7 +250,7 @@ def warn_of_idle(config: RefitConfig, names: Names | None, report: RefitReport, 
         return
     named = [("ignore", pattern, report.ignored) for pattern in config.ignore]
     if all(map(is_any_of(config.keep), report.kept)):  # else one was kept under another of its names
-        named += [("keep", pattern, report.kept) for pattern in config.keep]
+        named += [("keep", pattern, report.kept) for pattern in config.keep if pattern != f"{LORA}*"]
     unmet = [(f'{what}="{pattern}"', _WHY_IDLE[what]) for what, pattern, some in named if not _match(pattern, some)]
     unmet += [(f"rename={old}", why) for old, why in (names.idle if names is not None else ())]
     for said, why in unmet:

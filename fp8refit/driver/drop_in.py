@@ -156,7 +156,7 @@ class DropIn:
         self._sent: dict[str, str] = {}
         """Under which of the trainer's names each of the engine's came last, if it has others."""
         self._calibration = options.read_calibration()
-        self._stream = Stream(claims_of_all(rank, self._config), options.keep)
+        self._stream = Stream(claims_of_all(rank, self._config), self._config.keep)
         self._update: Update | None = None
         self._skipped: dict[str, None] = {}
         """Names that arrived while no policy was open, and that no slot takes."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Never, Self, TypeVar, Unpack
 
@@ -9,13 +10,15 @@ from typing_extensions import override
 
 from fp8refit.config import Options, RefitConfig, choose_config, refuse_others
 from fp8refit.driver.attach import attach_engine
-from fp8refit.driver.attempt import take_turn, warn_of_idle
+from fp8refit.driver.attempt import Attempt, take_turn, warn_of_idle
 from fp8refit.driver.closing import Closing
 from fp8refit.driver.engine import Engine
 from fp8refit.errors import RefitError, UnsupportedEngineError
+from fp8refit.fill.plan import is_any_of
 from fp8refit.live.layout import EngineLayout
 from fp8refit.ranks.kv.calibration import Calibration, KvScaleValues
 from fp8refit.report import KvReport, RefitReport, VerifyReport
+from fp8refit.sources.lora import adapter_named, matrices_of, names_of_adapter
 from fp8refit.sources.renamed import Names, also_as_sent
 from fp8refit.sources.sharded.gather import opened
 from fp8refit.sources.source import Manifest, StateDict
@@ -167,6 +170,60 @@ class Refitter(Closing):
                 ),
             )
         warn_of_idle(config, self._names, report, self._attached.idle)
+        self._on_refit(report)
+        return report
+
+    def refit_adapter(self, name: str, state_dict: StateDict, config: Any = None, **_others: Never) -> RefitReport:
+        """Make the engine serve new matrices of a LoRA adapter that it has loaded, all or nothing, as `refit` does for weights.
+
+        Base weights and other adapters stay. The matrices go where the engine's kernels read them, and into its copy in host
+        memory, from which it loads the adapter again. Versions, `in_flight` and dropped caches are those of `refit`. Values
+        are looked at before the first byte is written, unless `validate="off"`.
+
+        Args:
+            name: The adapter's name in requests (vLLM's `LoRARequest.lora_name`). It must have been used or added before.
+            state_dict: Every matrix of the adapter and nothing else, as `refit` takes tensors: `lora_A` (rank, inputs) and
+                `lora_B` (outputs, rank) under PEFT's names, such as those of `peft.get_peft_model_state_dict(model)` or of
+                an `adapter_model.safetensors`; with the adapter's name in them or without. Its rank stays.
+            config: PEFT's `LoraConfig`, or what `adapter_config.json` holds, of which `lora_alpha`, `use_rslora` and
+                `alpha_pattern` say by what `lora_B` is multiplied. Default: by what it was when the engine loaded the
+                adapter.
+
+        Returns:
+                What was done, and how long each phase took.
+
+        Raises:
+            InvalidOptionError: An option was passed here, or `config` has no `lora_alpha`.
+            InvalidSourceError: Matrices are missing, unknown, or of another shape; lists every one. Or a refit of weights
+                that failed has left others incomplete: refit those first.
+            NonFiniteError: NaN or Inf; names the matrices.
+            UnsupportedEngineError: The engine has no such adapter, or one that cannot be refitted; says what to do.
+            RefitError: See `refit`.
+
+        Examples:
+            >>> refitter.refit_adapter("policy", get_peft_model_state_dict(model))      # doctest: +SKIP
+        """
+        return self._run(self.refit_adapter_async(name, state_dict, config, **_others))
+
+    async def refit_adapter_async(
+        self, name: str, state_dict: StateDict, config: Any = None, **_others: Never
+    ) -> RefitReport:
+        """`refit_adapter` for an asynchronous engine, awaited in the event loop that drives the engine. See `refit_async`."""
+        refuse_others(self.refit_adapter_async, _others)
+        own, names = self._config, names_of_adapter(name, self._names)
+        options = own.model_copy(
+            update={"keep": ("*",), "validate_values": "off" if own.validate_values == "off" else "strict"}
+        )
+
+        async def steps(attempt: Attempt) -> RefitReport:
+            adapter = adapter_named(name, await self.layout_async())
+            adapted = partial(matrices_of, name=name, adapter=adapter, config=config, is_ignored=is_any_of(own.ignore))
+            return await attempt.refit(
+                whole, options, names, manifest=None, calibration=None, kv_scales=None, adapted=adapted
+            )
+
+        with also_as_sent(names), self._opened(state_dict) as whole:
+            report = await take_turn(self._attached, steps)
         self._on_refit(report)
         return report
 

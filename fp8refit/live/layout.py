@@ -9,10 +9,11 @@ from typing import Self
 import torch
 from pydantic import BaseModel, PositiveInt, field_validator
 
+from fp8refit.config import LORA
 from fp8refit.errors import by_cause
 from fp8refit.live.formats import AmaxOver, BlockFormat, Codes, Container, Placement, ScaleFormat
 from fp8refit.live.names import is_kv_scale
-from fp8refit.live.slots import Inventory, KvCache, Slot, Stacked, dtype_name
+from fp8refit.live.slots import Inventory, KvCache, LoraAdapter, Slot, Stacked, dtype_name
 
 _DTYPES = frozenset(dtype_name(value) for value in vars(torch).values() if isinstance(value, torch.dtype))
 
@@ -134,6 +135,8 @@ class EngineLayout(BaseModel, frozen=True):
     written_as: dict[str, tuple[str, ...]] = {}
     """Names under which a weight with block scales is written; see `Inventory.written_as`."""
     refusals: tuple[str, ...]
+    adapters: dict[str, LoraAdapter] = {}
+    """LoRA adapters that the engine has loaded, by name. Their slots are not among `slots`."""
     kv: KvLayout | None = None
     """None if the engine has no KV cache that fp8refit knows."""
     rounds_once: bool = False
@@ -152,7 +155,7 @@ class EngineLayout(BaseModel, frozen=True):
     @classmethod
     def of(cls, inventory: Inventory, *, engine: str, versions: dict[str, str], device: str) -> "EngineLayout":
         """Describe `inventory`."""
-        slots = [slot for slot in inventory.slots if not slot.is_optional]
+        slots = [slot for slot in inventory.slots if not (slot.is_optional or slot.name.startswith(LORA))]
         firsts = {slot.group: slot.name if slot.group is not None else "" for slot in reversed(slots)}
         return cls(
             engine=engine,
@@ -164,6 +167,7 @@ class EngineLayout(BaseModel, frozen=True):
             stacked=inventory.stacked,
             container=inventory.container,
             written_as=dict(inventory.written_as),
+            adapters=dict(inventory.adapters),
             kv=None if inventory.kv is None else KvLayout.of(inventory.kv),
             refusals=tuple(str(refusal) for refusal in inventory.refusals),
             rounds_once=inventory.rounds_once,
@@ -185,11 +189,21 @@ class EngineLayout(BaseModel, frozen=True):
         written_as: dict[str, tuple[str, ...]] = {}
         for name, written in (item for rank in ranks for item in rank.written_as.items()):
             written_as[name] = written if written_as.get(name, written) == written else ()
+        adapters: dict[str, LoraAdapter] = {}
+        for name, adapter in (item for rank in ranks for item in rank.adapters.items()):
+            first = adapters.get(name, adapter)
+            adapters[name] = replace(
+                first,
+                shapes={**first.shapes, **adapter.shapes},
+                scales={**first.scales, **adapter.scales},
+                refusal=first.refusal or adapter.refusal,
+            )
         proved = [rank.is_proved for rank in ranks]
         return ranks[0].model_copy(
             update={
                 "written_as": written_as,
                 "stacked": tuple(stacked.values()),
+                "adapters": adapters,
                 "slots": tuple(slot for held in slots.values() for slot in held),
                 "unneeded": tuple(dict.fromkeys(name for rank in ranks for name in rank.unneeded if name not in slots)),
                 "aliases": {name: slot for rank in ranks for name, slot in rank.aliases.items()},

@@ -279,6 +279,20 @@ class KvLayer:
     """The scales that the engine uses."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraAdapter:
+    """A LoRA adapter that an engine has loaded."""
+
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The shape of each of its matrices, by PEFT's names: `model.layers.0.self_attn.q_proj.lora_A.weight`, (rank, inputs)."""
+    scales: Mapping[str, float] = field(default_factory=dict)
+    """By what the engine multiplied each `lora_B` when it loaded the adapter."""
+    dtype: str = ""
+    """In which dtype, as in `TensorMeta`, it did so, and holds all of them."""
+    refusal: str = ""
+    """Why it cannot be refitted, and what to do; empty if it can."""
+
+
 Observe: TypeAlias = Callable[[int, Tensor | None, Tensor | None, Tensor | None], None]
 """Takes the index of an attention layer and its queries, keys and values as they enter attention, after RoPE and before
 quantization: (N, C) or (N, H, D). None for what the layer does not compute."""
@@ -354,6 +368,8 @@ class Inventory:
     refusals: tuple[Refusal, ...] = ()
     partly_read: Mapping[str, PartlyRead] = field(default_factory=dict)
     """Checkpoint tensors that this rank reads only in part. Together, the ranks must read them whole."""
+    adapters: Mapping[str, LoraAdapter] = field(default_factory=dict)
+    """LoRA adapters by name. Slots of their matrices are named `config.LORA`, then the adapter's name, a dot, and PEFT's."""
     kv: KvCache | None = None
     find_copies: Callable[[bool, bool], Sequence[Refusal]] = lambda *_: ()
     """Refuses copies of weights that the engine keeps now and no refresh writes. Takes whether tensors whose initial values a
