@@ -7,10 +7,12 @@ from functools import cache
 from http import HTTPStatus
 from importlib.metadata import entry_points
 from inspect import currentframe, isawaitable, signature
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -38,6 +40,7 @@ _CORE, _CORE_CLIENT = f"{_ENGINE}.core.EngineCore", f"{_ENGINE}.core_client"
 _LLM, _ASYNC_LLM = f"{_ENGINE}.llm_engine.LLMEngine", f"{_ENGINE}.async_llm.AsyncLLM"
 _OUTPUTS = f"{_ENGINE}.output_processor.OutputProcessor"
 _RELOAD, _REFUSED = "vllm.model_executor.model_loader.reload.layerwise", "vllm.exceptions.GracefulHTTPError"
+_LORA = "vllm.lora"
 _MODELS, _EXECUTOR = "vllm.model_executor", "vllm.v1.executor.multiproc_executor.MultiprocExecutor"
 
 NEEDED = (
@@ -142,6 +145,22 @@ SEAMS = (
         without="every refit is refused",
     ),
     Seam(
+        purpose="adapters",
+        names=(
+            "vllm.lora.utils.get_adapter_absolute_path(path)",
+            "vllm.lora.utils.parse_fine_tuned_lora_name(name,mapper)",
+            *within(f"{_LORA}.worker_manager", "WorkerLoRAManager._load_adapter(it,request)"),
+            f"{_LORA}.worker_manager.WorkerLoRAManager()._adapter_manager",
+            *within(f"{_LORA}.model_manager.LoRAModelManager", "activate_adapter(it,1) list_adapters(it)"),
+            f"{_LORA}.model_manager.LoRAModelManager.deactivate_adapter(it,1)",
+            f"{_LORA}.model_manager.LoRAModelManager._get_lora_layer_weights(it,lora,name)",
+            *within(
+                f"{_LORA}.model_manager.LoRAModelManager()", "lora_index_to_id modules packed_modules _last_mapping"
+            ),
+        ),
+        without="adapters are merged",
+    ),
+    Seam(
         purpose="calibration", names=("vllm.forward_context.set_forward_context(m,c)",), without="KV scales are given"
     ),
     Seam(
@@ -227,6 +246,48 @@ def on_deep_sleep(worker: Any, call: Callable[[], None]) -> None:
         return type(worker).sleep(worker, level, *args, **kwargs)
 
     worker.sleep = sleep
+
+
+def on_adapter_load(worker: Any, call: Callable[[Any, Any, Any], None]) -> None:
+    """Call `call` with a worker's `WorkerLoRAManager`, a `LoRARequest`, and the `LoRAModel` that was loaded for it, before its
+    scales are merged. May be repeated.
+    """
+    loader = getattr(worker.model_runner, "lora_manager", None)
+    if loader is None or "_load_adapter" in vars(loader):
+        return
+
+    def load(request: Any) -> Any:
+        lora = type(loader)._load_adapter(loader, request)
+        call(loader, request, lora)
+        return lora
+
+    loader._load_adapter = load
+
+
+def peft_modules(loader: Any, request: Any, lora: Any) -> dict[str, str]:
+    """PEFT's names of an adapter's modules by vLLM's, as far as they differ and its files say so.
+
+    Args:
+        loader: The `WorkerLoRAManager`.
+        request: The `LoRARequest` for which the adapter was loaded.
+        lora: The `LoRAModel`.
+    """
+    mapper = getattr(loader._adapter_manager.model, "hf_to_vllm_mapper", None)
+    for narrowed in ("get_rename_mapper", "get_unstacked_mapper"):  # since 0.30; before
+        if hasattr(mapper, narrowed):
+            mapper = getattr(mapper, narrowed)()
+            break
+    from vllm.lora.utils import get_adapter_absolute_path, parse_fine_tuned_lora_name
+
+    file = Path(get_adapter_absolute_path(request.lora_path), "adapter_model.safetensors")
+    if mapper is None or not file.exists():
+        return {}
+    found: dict[str, str] = {}
+    with safe_open(file, framework="pt") as stored:
+        for name in stored.keys():  # noqa: SIM118 - it is no mapping
+            with suppress(ValueError):  # of what vLLM does not load
+                found[parse_fine_tuned_lora_name(name, mapper)[0]] = parse_fine_tuned_lora_name(name)[0]
+    return {here: there for here, there in found.items() if here in lora.loras}
 
 
 def loads_plugin(name: str) -> bool:

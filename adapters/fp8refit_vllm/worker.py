@@ -7,7 +7,7 @@ adds the first of them under another name.
 
 import os
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from fp8refit.driver.replicas import Gathering
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.fill.plan import is_any_of
 from fp8refit.live.drafts import with_draft
+from fp8refit.live.parameters import Watch
 from fp8refit.live.slots import Inventory, Refresh, Refusal
+from fp8refit.ranks.live_model import are_mapped
 from fp8refit.ranks.rank import Rank
-from fp8refit.ranks.target import Target
 from fp8refit.remote.rank_server import RankServer
 from fp8refit.tracing.inventory import inventory_of
 from fp8refit.tracing.twin import Twin
@@ -45,6 +46,7 @@ from fp8refit_vllm.core_compat import add_to_core, freeze_in_core, on_core_start
 from fp8refit_vllm.drafts import Draft, draft_of, read_boot_values, read_draft
 from fp8refit_vllm.kv_cache import read_kv_cache, reset_kv_scales
 from fp8refit_vllm.layout import VllmRules
+from fp8refit_vllm.lora import Loras, LoraTarget, activate, deactivate, read_loras, watch_loads
 from fp8refit_vllm.twin import twin_of
 from fp8refit_vllm.watch import ADMIT_METHOD, FLAG_METHOD, admit, watch
 
@@ -132,11 +134,18 @@ def show_flag(worker: Any) -> str:
     """Called by the engine core at boot: prepare `worker` for updates and return where its flag is."""
     network = WorkerModel(worker).network
     hold(network, worker)
-    on_deep_sleep(worker, lambda: rank_of(worker).target.forget_values())
+    on_deep_sleep(worker, lambda: _forget_values(worker))
+    watch_loads(worker)
     drop_in.install(worker, lambda: rank_of(worker))
     made_once(worker.model_runner, _SCALES, lambda: read_activation_scales(network))
     made_once(worker.model_runner, _DRAFT_VALUES, lambda: read_boot_values(worker))
     return flag_of(worker).segment.model_dump_json()
+
+
+def _forget_values(worker: Any) -> None:
+    """Note that a worker loses its weights, and what the slots of adapters hold."""
+    deactivate(worker)
+    rank_of(worker).target.forget_values()
 
 
 def flag_of(worker: Any) -> SharedFlag:
@@ -158,8 +167,10 @@ def _make_rank(worker: Any) -> Rank:
 
     VERSIONS.check(vllm.__version__)
     model = WorkerModel(worker)
-    target = Target(
+    target = LoraTarget(
         model.read_inventory,
+        worker=worker,
+        read=lambda: model.loras,
         device=next(model.network.parameters()).device,
         engine="vllm",
         versions={"vllm": vllm.__version__, "torch": torch.__version__},
@@ -198,6 +209,9 @@ class WorkerModel:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._has_dummy_scales = has_dummy_weights(worker.vllm_config.load_config)
+        self._own: Inventory | None = None
+        """All but adapters."""
+        self.loras = Loras()
 
     @property
     def network(self) -> nn.Module:
@@ -219,7 +233,21 @@ class WorkerModel:
         return twin_of(self._worker.vllm_config, self._draft, is_any_of(beside))
 
     def read_inventory(self) -> Inventory:
-        """List the model's slots, what cannot be refitted, and what must be refreshed after a write."""
+        """List the model's slots, what cannot be refitted, and what must be refreshed after a write.
+
+        If nothing but adapters has moved since the last time, nothing else is read, or proved, again.
+        """
+        own, has_moved = self._own, Watch(self.loras.live).was_any_replaced()
+        if own is None or own.watch.was_any_replaced() or not has_moved:
+            own = self._read_own()
+            self._own = own = replace(own, prove=cache(own.prove) if own.prove is not None else None)
+        if are_mapped(own):
+            activate(self._worker)
+        self.loras = loras = Loras() if own.refusals else read_loras(self._worker)
+        slots, live = (*own.slots, *loras.slots), (*own.live, *loras.live)
+        return replace(own, slots=slots, live=live, adapters=loras.adapters)
+
+    def _read_own(self) -> Inventory:
         network, config = self.network, self._worker.vllm_config
         has_noise = has_dummy_weights(config.load_config)
         apart = () if self._draft is None else (self._draft.network,)

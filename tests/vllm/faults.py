@@ -22,6 +22,24 @@ def arm(worker, rank: int, fault: str, pid: int | None = None) -> bool:
     return True
 
 
+def move_adapters(worker, when: str) -> bool:
+    """Let an adapter lose its slot to another one, as requests may, when the next refit is `prepared`, or is `written`."""
+    from fp8refit.ranks.target import Target
+    from fp8refit.ranks.write import Write
+
+    manager = worker.model_runner.lora_manager._adapter_manager
+    owner, name = (Write, "begin") if when == "written" else (Target, "prepare")
+    honest = getattr(owner, name)
+
+    def move(*arguments, **options):
+        setattr(owner, name, honest)
+        manager.activate_adapter(next(each for each in manager.list_adapters() if each not in manager.lora_index_to_id))
+        return honest(*arguments, **options)
+
+    setattr(owner, name, move)
+    return True
+
+
 def arm_measuring(worker, rank: int) -> bool:
     """Let the next calibration of `rank` fail when its pass is over; whether this is that rank."""
     if observer.number_of(worker) != rank:
@@ -73,6 +91,7 @@ FAULTS = {
     "flip": flip,
     "arm": arm,
     "arm_measuring": arm_measuring,
+    "move_adapters": move_adapters,
     "update": update,
     "update_model": update_model,
     "dirty": is_dirty,

@@ -1,12 +1,28 @@
-"""Engines that serve LoRA adapters: what their base weights and their adapters are after a refit, and in a fresh engine."""
+"""Engines that serve LoRA adapters: what their base weights and their adapters are after refits, and in fresh engines."""
 
-import hashlib
 import json
+import re
+import time
 from pathlib import Path
+from typing import Any
 
+import observer
 import torch
-from engines import PROMPTS, SAMPLING, booted, booted_dummy, generate, live_bytes, make_policy, model_of, said
+from engines import (
+    IN_PROCESS,
+    PROMPTS,
+    SAMPLING,
+    booted,
+    booted_dummy,
+    generate,
+    live_bytes,
+    make_policy,
+    said,
+    worker_of,
+)
 from safetensors.torch import save_file
+from subject import NOISE, AsyncSubject, Subject, booted_as
+from torch import Tensor
 from vllm import LLM
 from vllm.lora.request import LoRARequest
 
@@ -15,18 +31,24 @@ from fp8refit import Refitter
 FAMILY = "qwen2"
 """Tied, with biases."""
 OPTIONS = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+SEVERAL = OPTIONS | {"max_loras": 2, "max_cpu_loras": 3}
+MODULES = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+"""Alone, and fused with others of which the adapter has none; cut by rows and by columns."""
+RANK, ALPHA = 4, 6
+"""Their quotient is no power of two, so products round."""
+OTHER = {"lora_alpha": 10, "use_rslora": True, "alpha_pattern": {"o_proj": 3}}
 
 
 def run_lora(work: str) -> dict:
     """A dummy engine that has an adapter, moved to policy 1 and then to policy 2."""
-    adapter = save_adapter(Path(work) / "adapter")
+    adapter = save_adapter(Path(work) / "adapter", matrices(FAMILY, 7), lora_alpha=RANK)
     with booted_dummy(Path(work) / "bf16", "fp32", **OPTIONS) as llm:
         refitter = Refitter(llm)
         refitter.refit(make_policy(FAMILY, 1))
-        found = {"before": generate_adapted(llm, adapter), "adapter_before": adapter_bytes(llm)}
-        refitter.refit(make_policy(FAMILY, 2))
+        found = {"before": generate_adapted(llm, adapter), "adapter_before": observer.adapter_bytes(worker_of(llm))}
+        report = refitter.refit(make_policy(FAMILY, 2))
         layout = refitter.layout().model_dump(mode="json")
-        return found | {"layout": layout} | state_of(llm, adapter)
+        return found | {"layout": layout, "kept": report.kept} | state_of(llm, adapter)
 
 
 def run_fresh_lora(work: str) -> dict:
@@ -39,7 +61,8 @@ def run_fresh_lora(work: str) -> dict:
 def state_of(llm: LLM, adapter: Path) -> dict:
     """Base weights, the adapter, and what is said without and with it."""
     adapted = generate_adapted(llm, adapter)
-    return {"generated": generate(llm), "adapted": adapted, "live": live_bytes(llm), "adapter": adapter_bytes(llm)}
+    held = observer.adapter_bytes(worker_of(llm))
+    return {"generated": generate(llm), "adapted": adapted, "live": live_bytes(llm), "adapter": held}
 
 
 def generate_adapted(llm: LLM, adapter: Path) -> list[dict]:
@@ -49,27 +72,207 @@ def generate_adapted(llm: LLM, adapter: Path) -> list[dict]:
     return [said(output) for output in llm.generate(prompts, SAMPLING, use_tqdm=False, lora_request=request)]
 
 
-def adapter_bytes(llm: LLM) -> dict[str, str]:
-    """A sha256 for each tensor that a wrapper keeps of adapters."""
+def run_adapters(layout: str, family: str, work: str) -> dict:
+    """An engine with several adapters, of which one is refitted to other matrices, in every way, and after faults."""
+    folder = Path(work)
+    new, other = matrices(family, 8), matrices(family, 9)
+    save_adapter(folder / "new", new)
+    with served(layout, folder / f"{family}-bf16", **NOISE) as subject:
+        engine = Adapters(subject, folder)
+        subject.refit(make_policy(family, 1))
+        found: dict[str, Any] = {"loaded": [engine.say("one"), engine.say("two")], "before": engine.state()}
+        found["versions"] = [subject.version, engine.refit("one", in_model(new)).version, subject.version]
+        found["cached"] = engine.num_cached("one")
+        found["new"] = engine.state()
+        found["layout"] = subject.layout().model_dump(mode="json")
+        found["wrong"] = {}
+        for name, wrong in wrong_matrices(new).items():
+            found["wrong"][name] = subject.refused(engine.refit, "one", wrong)
+        found["wrong"]["unknown adapter"] = subject.refused(engine.refit, "nobody", new)
+        found["wrong"]["whole config"] = subject.refused(engine.refit, "one", new, {"default": OTHER})
+        found["after_wrong"], found["dirty_after_wrong"] = engine.state(), subject.is_dirty
+        found["torn"] = torn(engine, family, new, other)
+        engine.refit("one", other, OTHER)
+        found["other"] = engine.state()
+        engine.refit("one", folder / "new" / "adapter_model.safetensors")
+        found["from_file"] = engine.state()
+        found["evicted"] = evicted(engine, new, other)
+        found["base"] = base_after_adapters(engine, family)
+        return found
+
+
+def torn(engine: "Adapters", family: str, new: dict, other: dict) -> dict:
+    """Writes that fail in the middle: of the adapter, and of the weights."""
+    subject, found = engine.subject, {}
+    policies = {
+        "adapter": (lambda: engine.refit("one", other), lambda: subject.refit(make_policy(family, 1))),
+        "weights": (lambda: subject.refit(make_policy(family, 2)), lambda: engine.refit("one", new)),
+    }
+    heals = {"adapter": lambda: engine.refit("one", new), "weights": lambda: subject.refit(make_policy(family, 1))}
+    for what, (fail, wrong) in policies.items():
+        subject.look("arm", subject.num_ranks - 1, "fail")
+        failed = subject.refused(fail)
+        asked = subject.refused(lambda: engine.say("one"))
+        found[what] = {"failed": failed, "dirty": subject.is_dirty, "asked": asked, "wrong": subject.refused(wrong)}
+        heals[what]()
+        found[what] |= {"state": engine.state(), "dirty_after": subject.is_dirty}
+    return found
+
+
+def evicted(engine: "Adapters", new: dict, other: dict) -> dict:
+    """An adapter that loses its slot to others."""
+    subject = engine.subject
+    found: dict[str, Any] = {"three": engine.say("three"), "seats": subject.look("seats")}
+    found["refused"] = subject.refused(engine.refit, "one", other)
+    found["one"], found["seats_again"] = engine.say("one"), subject.look("seats")
+    for when in ("prepared", "written"):
+        subject.look("move_adapters", when)
+        moved = {"error": subject.refused(engine.refit, "one", other), "dirty": subject.is_dirty}
+        if not subject.is_dirty:
+            engine.say("one")
+        engine.refit("one", new)
+        found[when] = moved | {"said": [engine.say(name) for name in ("one", "two", "three")]}
+        engine.say("one")
+    return found
+
+
+def base_after_adapters(engine: "Adapters", family: str) -> dict:
+    """Weights are refitted, and an adapter is removed and loaded anew, as its files are."""
+    subject = engine.subject
+    found: dict[str, Any] = {"said": engine.say("one")}
+    report = subject.refit(make_policy(family, 1))
+    found |= {"kept": report.kept, "said_after": engine.say("one")}
+    engine.remove("one")
+    found["removed"] = subject.refused(engine.refit, "one", matrices(family, 8))
+    found["again"] = engine.say("one")
+    engine.refit("one", matrices(family, 8))
+    return found | {"refitted": engine.say("one")}
+
+
+def run_fresh_adapters(layout: str, family: str, work: str, fp8: str) -> dict:
+    """Engines that load the checkpoint of policy 1, and the adapters from their files. No fp8refit in them."""
+    folder, found = Path(work), {}
+    save_adapter(folder / "other", matrices(family, 9), **OTHER)
+    with served(layout, Path(fp8)) as subject:
+        for name in ("new", "other"):
+            engine = Adapters(subject, folder, one=name)
+            engine.say("one")
+            engine.say("two")
+            found[name] = engine.state()
+            found[f"{name}_three"] = engine.say("three")
+            for adapter in ("one", "two", "three"):
+                engine.remove(adapter)
+    return found
+
+
+class Adapters:
+    """The adapters of an engine.
+
+    Args:
+        subject: The engine.
+        folder: Where their files go.
+        one: The folder of the first of them.
+    """
+
+    def __init__(self, subject: Subject, folder: Path, *, one: str = "one") -> None:
+        self.subject = subject
+        family = make_policy_name(folder)
+        self.requests = {}
+        for number, (name, stored) in enumerate((("one", one), ("two", "two"), ("three", "three")), 1):
+            if not (folder / stored).exists():
+                save_adapter(folder / stored, matrices(family, number))
+            self.requests[name] = LoRARequest(name, number, str(folder / stored))
+
+    def refit(self, name: str, state_dict: Any, config: Any = None) -> Any:
+        refitter = Refitter(self.subject.llm)
+        if isinstance(self.subject, AsyncSubject):
+            return self.subject.run(refitter.refit_adapter_async(name, state_dict, config))
+        return refitter.refit_adapter(name, state_dict, config)
+
+    def say(self, name: str | None) -> list[dict]:
+        """What the engine says with an adapter. It is loaded if it is not."""
+        return [said(self._answer(prompt, name)) for prompt in PROMPTS]
+
+    def num_cached(self, name: str) -> int:
+        return self._answer(PROMPTS[-1], name).num_cached_tokens
+
+    def _answer(self, prompt: list[int], name: str | None) -> Any:
+        subject, request = self.subject, None if name is None else self.requests[name]
+        if not isinstance(subject, AsyncSubject):
+            (output,) = subject.llm.generate(
+                {"prompt_token_ids": prompt}, SAMPLING, use_tqdm=False, lora_request=request
+            )
+            return output
+
+        async def answer() -> Any:
+            asked = {"prompt_token_ids": prompt}, SAMPLING, f"adapted-{time.monotonic_ns()}"
+            return [output async for output in subject.llm.generate(*asked, lora_request=request)][-1]
+
+        return subject.run(answer())
+
+    def remove(self, name: str) -> None:
+        number, subject = self.requests[name].lora_int_id, self.subject
+        if isinstance(subject, AsyncSubject):
+            subject.run(subject.llm.remove_lora(number))
+        else:
+            subject.engine.remove_lora(number)
+
+    def state(self) -> dict:
+        """What every rank holds, and what the engine says with each of two adapters, and without."""
+        held = {"live": self.subject.live(), "adapters": self.subject.look("adapter_bytes")}
+        return held | {"said": {str(name): self.say(name) for name in ("one", "two", None)}}
+
+
+def served(layout: str, model: Path, **options: Any) -> Any:
+    """An engine with room for two of three adapters."""
+    own = IN_PROCESS if layout == "in one process" else {}
+    return booted_as("multi-process" if own else layout, model, "fp32", **own, **SEVERAL, **options)
+
+
+def make_policy_name(folder: Path) -> str:
+    """The family whose model is in a folder."""
+    (model,) = folder.glob("*-bf16")
+    return model.name.removesuffix("-bf16")
+
+
+def matrices(family: str, seed: int) -> dict[str, Tensor]:
+    """An adapter's matrices in float32, as PEFT saves them."""
+    generator, tensors, policy = torch.Generator().manual_seed(seed), {}, make_policy(family, 1)
+    for layer in range(2):
+        for module in MODULES:
+            rows, columns = policy[f"model.layers.{layer}.{module}.weight"].shape
+            name = f"base_model.model.model.layers.{layer}.{module}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, columns, generator=generator) / 4
+            tensors[f"{name}.lora_B.weight"] = torch.randn(rows, RANK, generator=generator) / 4
+    return tensors
+
+
+def in_model(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same as parameters of a model of PEFT, whose names hold the adapter's."""
+    return {re.sub(r"(lora_[AB])", r"\1.default", name): torch.nn.Parameter(value) for name, value in tensors.items()}
+
+
+def wrong_matrices(tensors: dict[str, Tensor]) -> dict[str, dict]:
+    """Adapters that do not fit, or must not be served."""
+    first, last = next(iter(tensors)), list(tensors)[-1]
+    bad = tensors[last].clone()
+    bad[-1, -1] = float("nan")
     return {
-        f"{prefix}.{name}.{index}": hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()
-        for prefix, module in model_of(llm).named_modules()
-        for name in ("lora_a_stacked", "lora_b_stacked")
-        for index, tensor in enumerate(vars(module).get(name, ()))
+        "NaN": tensors | {last: bad},
+        "missing": {name: value for name, value in tensors.items() if name != last},
+        "unknown": tensors | {first.replace("q_proj", "k_proj"): torch.zeros(RANK, 256)},
+        "a weight": tensors
+        | {"base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight": torch.zeros(256, 256)},
+        "rank": {name: torch.cat([value, value], dim=int("lora_B" in name)) for name, value in tensors.items()},
+        "twice": tensors | {first.replace("lora_A", "lora_A.default"): tensors[first]},
     }
 
 
-def save_adapter(folder: Path) -> Path:
-    """An adapter of two kinds of layers, as PEFT saves it."""
-    generator = torch.Generator().manual_seed(7)
-    tensors = {}
-    for layer in range(2):
-        for module, rows, columns in (("self_attn.q_proj", 256, 256), ("mlp.down_proj", 256, 512)):
-            name = f"base_model.model.model.layers.{layer}.{module}"
-            tensors[f"{name}.lora_A.weight"] = torch.randn(4, columns, generator=generator).to(torch.bfloat16)
-            tensors[f"{name}.lora_B.weight"] = torch.randn(rows, 4, generator=generator).to(torch.bfloat16)
+def save_adapter(folder: Path, tensors: dict[str, Tensor], **config: Any) -> Path:
+    """An adapter, as PEFT saves it."""
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"], "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    targets = sorted({name.split(".")[-3] for name in tensors})
+    said = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": targets, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(said | config))
     return folder

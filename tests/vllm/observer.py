@@ -40,6 +40,23 @@ def live_bytes(worker) -> dict[str, str]:
     return looking.digests({name: held[name] for name in held if not name.endswith("cos_sin_cache")})
 
 
+def adapter_bytes(worker) -> dict[str, str]:
+    """A sha256 for each tensor that a wrapper keeps of adapters."""
+    return looking.digests(
+        {
+            f"{prefix}.{name}.{index}": tensor
+            for prefix, module in _model(worker).named_modules()
+            for name in ("lora_a_stacked", "lora_b_stacked")
+            for index, tensor in enumerate(vars(module).get(name, ()))
+        }
+    )
+
+
+def seats(worker) -> list[int | None]:
+    """Which adapter has which slot."""
+    return list(worker.model_runner.lora_manager._adapter_manager.lora_index_to_id)
+
+
 def places(worker) -> dict[str, list]:
     return looking.places(looking.named(_model(worker)))
 
@@ -96,6 +113,8 @@ def _draft(worker) -> torch.nn.Module | None:
 
 OBSERVATIONS = {
     "live_bytes": live_bytes,
+    "adapter_bytes": adapter_bytes,
+    "seats": seats,
     "places": places,
     "scribble": scribble,
     "kv_scales": kv_scales,

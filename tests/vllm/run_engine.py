@@ -52,7 +52,7 @@ from kv_cache import run_kv_cache
 from latent import run_fresh_latent, run_latent
 from layouts import run_fresh_layout, run_layout
 from live_engine import run_live
-from lora import run_fresh_lora, run_lora
+from lora import run_adapters, run_fresh_adapters, run_fresh_lora, run_lora
 from precision_runs import run_precision
 from ray_actors import run_ray, run_ray_executor
 from replicas import run_replicas
@@ -242,6 +242,8 @@ SCENARIOS = {
     "expert ranks": run_expert_ranks,
     "lora": run_lora,
     "fresh lora": run_fresh_lora,
+    "adapters": run_adapters,
+    "fresh adapters": run_fresh_adapters,
     "core loop": run_core_loop,
     "drafts": run_drafts,
     "fresh drafts": run_fresh_drafts,

@@ -1,12 +1,30 @@
-"""vLLM engines that serve LoRA adapters: a refit reaches the base weights under the wrappers, and no adapter. On the CPU."""
+"""vLLM engines that serve LoRA adapters. A refit reaches the base weights under the wrappers, and no adapter; one of an adapter
+reaches it, and nothing else. Fresh engines load the same from files. On the CPU.
+"""
+
+from types import SimpleNamespace
 
 import pytest
 
 from fp8refit.checkpoint import quantize_checkpoint
 from fp8refit.live.layout import EngineLayout
 from tests.tiny_models import save_model
+from tests.vllm.processes import run_scenario
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+
+FAMILIES = {"in one process": "qwen2", "tensor parallel": "qwen2_wide", "asynchronous": "qwen2"}
+ADAPTER = "lora.one.model.layers.1.mlp.down_proj.lora_B.weight"
+WRONG = {
+    "NaN": ("NonFiniteError", [ADAPTER, "Nothing was written"]),
+    "missing": ("InvalidSourceError", [ADAPTER, "missing", "send every matrix"]),
+    "unknown": ("InvalidSourceError", ["layers.0.self_attn.k_proj.lora_A", "no such matrix", "leave it out"]),
+    "a weight": ("InvalidSourceError", ["layers.0.self_attn.q_proj.weight", "no such matrix"]),
+    "rank": ("InvalidSourceError", [ADAPTER, "[256, 8]", "[256, 4]", "load an adapter of this shape"]),
+    "twice": ("InvalidSourceError", ["q_proj.lora_A.weight", "send one of them"]),
+    "unknown adapter": ("UnsupportedEngineError", ["'nobody'", "one", "two", "Load it first"]),
+    "whole config": ("InvalidOptionError", ["lora_alpha", "model.peft_config[name]"]),
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +60,102 @@ def test_tokens_and_log_probabilities_equal_those_of_a_fresh_engine(said, refitt
 def test_adapters_are_left_as_they_are(refitted, fresh):
     assert len(refitted["adapter"]) > 8
     assert refitted["adapter"] == refitted["adapter_before"] == fresh["adapter"]
+    assert refitted["kept"] == []
 
 
 def test_slots_have_the_checkpoints_names(refitted):
     names = [slot["name"] for slot in refitted["layout"]["slots"]]
     assert "model.layers.0.self_attn.q_proj.weight" in names
-    assert not any("base_layer" in name for name in names)
+    assert not any("base_layer" in name or "lora" in name for name in names)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def runs(request, starter, tmp_path_factory):
+    """An engine whose adapter was refitted, and a fresh one."""
+    layout, family = request.param, FAMILIES[request.param]
+    folder = tmp_path_factory.mktemp("adapters")
+    save_model(family, 1, folder / f"{family}-bf16")
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(layout != "in one process"))}
+
+    def run(scenario, **arguments):
+        asked = {"layout": layout, "family": family, "work": folder} | arguments
+        outcome = run_scenario(starter, scenario, asked, folder, timeout_s=110, environment=environment)
+        return outcome.drivers[0]
+
+    found = run("adapters")
+    like = EngineLayout.model_validate(found["layout"])
+    quantize_checkpoint(folder / f"{family}-bf16", folder / "fp8", like=like)
+    return SimpleNamespace(refitted=found, fresh=run("fresh adapters", fp8=folder / "fp8"))
+
+
+def test_a_refitted_adapter_equals_one_that_a_fresh_engine_loads(runs):
+    """Stacked bytes and weights on every rank; tokens and log-probabilities with it, with another adapter, and without."""
+    assert runs.refitted["new"] == runs.fresh["new"]
+    before, new = runs.refitted["before"], runs.refitted["new"]
+    assert before["live"] == new["live"]
+    assert all(one != other for one, other in zip(before["adapters"], new["adapters"], strict=True))
+    assert before["said"]["one"] != new["said"]["one"]
+    assert {name: before["said"][name] == new["said"][name] for name in ("two", "None")} == {"two": True, "None": True}
+
+
+def test_its_config_says_by_what_a_matrix_is_multiplied(runs):
+    assert runs.refitted["other"] == runs.fresh["other"] != runs.fresh["new"]
+
+
+def test_it_may_come_from_a_file(runs):
+    assert runs.refitted["from_file"] == runs.fresh["new"]
+
+
+def test_a_refit_of_an_adapter_is_a_version_and_drops_the_prefix_cache(runs):
+    assert runs.refitted["versions"] == [1, 2, 2]
+    assert runs.refitted["cached"] == 0
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_does_not_fit_is_refused_by_name(wrong, runs):
+    error, names = WRONG[wrong]
+    found = runs.refitted["wrong"][wrong]
+    assert found["error"] == error
+    assert [name for name in names if name not in found["message"]] == []
+
+
+def test_nothing_is_written_of_what_is_refused(runs):
+    assert runs.refitted["after_wrong"] == runs.refitted["new"]
+    assert not runs.refitted["dirty_after_wrong"]
+
+
+@pytest.mark.parametrize(("what", "incomplete"), [("adapter", "lora.one."), ("weights", "model.norm.weight")])
+def test_a_write_that_fails_leaves_the_engine_dirty_until_the_same_is_refitted(what, incomplete, runs):
+    found = runs.refitted["torn"][what]
+    assert "injected" in found["failed"]["message"] and found["dirty"]
+    assert found["asked"]["error"] == "EngineDirtyError"
+    assert found["wrong"]["error"] == "InvalidSourceError"
+    assert incomplete in found["wrong"]["message"] and "a failed refit has overwritten it" in found["wrong"]["message"]
+    assert found["state"] == runs.fresh["new"] and not found["dirty_after"]
+
+
+def test_an_adapter_that_lost_its_slot_is_refused_and_comes_back_as_it_was_refitted(runs):
+    found, fresh = runs.refitted["evicted"], runs.fresh["new"]["said"]
+    assert found["seats"] == [[3, 2]] * len(found["seats"])
+    assert (
+        found["refused"]["error"] == "UnsupportedEngineError"
+        and "send a request with it" in found["refused"]["message"]
+    )
+    assert found["three"] == runs.fresh["new_three"]
+    assert found["one"] == fresh["one"]
+
+
+@pytest.mark.parametrize(("when", "is_dirty"), [("prepared", False), ("written", True)])
+def test_no_adapter_is_written_where_another_one_has_come(when, is_dirty, runs):
+    found, fresh = runs.refitted["evicted"][when], runs.fresh["new"]
+    assert found["error"]["error"] == "LiveTensorMovedError" and found["dirty"] == is_dirty
+    assert found["said"] == [fresh["said"]["one"], fresh["said"]["two"], runs.fresh["new_three"]]
+
+
+def test_a_refit_of_weights_keeps_it_and_one_loaded_anew_is_seen(runs):
+    found, new = runs.refitted["base"], runs.fresh["new"]["said"]["one"]
+    assert found["said"] == found["said_after"] == found["refitted"] == new
+    assert found["kept"] == []
+    assert found["removed"]["error"] == "UnsupportedEngineError"
+    shorter = slice(2)  # than a block of the prefix cache, in which vLLM itself leaves what a removed adapter made
+    assert found["again"][shorter] == runs.refitted["before"]["said"]["one"][shorter] != new[shorter]
