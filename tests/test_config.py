@@ -113,3 +113,9 @@ def test_an_option_of_one_call_is_our_error_that_says_where_it_goes(owner, name,
 def test_a_misspelt_argument_is_our_error_with_the_closest_one(clients):
     with pytest.raises(InvalidOptionError, match=r"^no argument `manifests`; did you mean `manifest`\?$"):
         Remote(Cluster("alone")).refitter.verify({}, manifests={})
+
+
+@pytest.mark.parametrize("given", [{}, {"keep": "*norm*"}, {"keep": ["*norm*", "lora.*"]}])
+def test_adapters_are_always_kept(given):
+    assert RefitConfig(**given).keep == (*(["*norm*"] if given else []), "lora.*")
+    assert RefitConfig.model_validate_json(RefitConfig(**given).model_dump_json()).keep == RefitConfig(**given).keep

@@ -4,6 +4,7 @@ vLLM's own method, loaders and post-processing run unmodified; only the product 
 through vLLM's real power-of-two requantization when the engine boots, as DeepGEMM layers do on Hopper.
 """
 
+from inspect import signature
 from weakref import WeakKeyDictionary
 
 import cpu_experts
@@ -16,6 +17,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel impo
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
 from vllm.platforms import PlatformEnum
+from vllm.utils import torch_utils
 
 _last: WeakKeyDictionary = WeakKeyDictionary()
 """What each kernel dequantized last, from which bytes. Not on the kernel: an engine that keeps copies of weights is refused."""
@@ -96,6 +98,8 @@ def register(kind: str) -> None:
     cpu_mxfp8.register(kind)
     cpu_nvfp4.register(kind)
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, KERNELS[kind])
+    if "pin_memory" in signature(torch_utils.async_tensor_h2d).parameters:  # for adapters, in vLLM 0.22; it needs a GPU
+        torch_utils.async_tensor_h2d.__defaults__ = (False,)
     torch._scaled_mm = _scaled_product  # which takes a CPU minutes, in most versions of torch
 
     def linear_of_any_batch(x, weight, bias=None):

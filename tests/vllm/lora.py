@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from subject import NOISE, AsyncSubject, Subject, booted_as
 from torch import Tensor
 from vllm import LLM
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
 from fp8refit import Refitter
@@ -36,7 +37,9 @@ MODULES = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate
 """Alone, and fused with others of which the adapter has none; cut by rows and by columns."""
 RANK, ALPHA = 4, 6
 """Their quotient is no power of two, so products round."""
-OTHER = {"lora_alpha": 10, "use_rslora": True, "alpha_pattern": {"o_proj": 3}}
+OTHER = {"lora_alpha": 10, "use_rslora": True}
+if hasattr(PEFTHelper, "get_rank_and_scaling"):  # other versions leave it out when they load an adapter
+    OTHER["alpha_pattern"] = {"o_proj": 3}
 
 
 def run_lora(work: str) -> dict:
@@ -211,11 +214,14 @@ class Adapters:
         return subject.run(answer())
 
     def remove(self, name: str) -> None:
+        """Also from the prefix cache, in which vLLM leaves what a removed adapter made."""
         number, subject = self.requests[name].lora_int_id, self.subject
         if isinstance(subject, AsyncSubject):
             subject.run(subject.llm.remove_lora(number))
+            subject.run(subject.llm.reset_prefix_cache())
         else:
             subject.engine.remove_lora(number)
+            subject.engine.reset_prefix_cache()
 
     def state(self) -> dict:
         """What every rank holds, and what the engine says with each of two adapters, and without."""

@@ -72,7 +72,13 @@ def test_slots_have_the_checkpoints_names(refitted):
 @pytest.fixture(scope="module", params=FAMILIES)
 def runs(request, starter, tmp_path_factory):
     """An engine whose adapter was refitted, and a fresh one."""
+    import vllm
+
     layout, family = request.param, FAMILIES[request.param]
+    if layout == "tensor parallel" and vllm.__version__.startswith("0.22"):
+        pytest.skip(
+            "with two ranks on a CPU, vLLM 0.22 itself fails at the first request with an adapter (bgmv_expand_slice)"
+        )
     folder = tmp_path_factory.mktemp("adapters")
     save_model(family, 1, folder / f"{family}-bf16")
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(layout != "in one process"))}
@@ -157,5 +163,4 @@ def test_a_refit_of_weights_keeps_it_and_one_loaded_anew_is_seen(runs):
     assert found["said"] == found["said_after"] == found["refitted"] == new
     assert found["kept"] == []
     assert found["removed"]["error"] == "UnsupportedEngineError"
-    shorter = slice(2)  # than a block of the prefix cache, in which vLLM itself leaves what a removed adapter made
-    assert found["again"][shorter] == runs.refitted["before"]["said"]["one"][shorter] != new[shorter]
+    assert found["again"] == runs.refitted["before"]["said"]["one"] != new
