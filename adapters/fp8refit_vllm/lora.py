@@ -111,7 +111,7 @@ def read_loras(worker: Any) -> Loras:
             why = "has a name that fp8refit would take for that of a wrapper; load it under another"
             found.adapters[note.name] = LoraAdapter(refusal=why)
         elif number not in manager.lora_index_to_id:
-            why = "is loaded, but other adapters have taken its slot: send a request with it, or raise max_loras, then refit"
+            why = "is loaded, but other adapters have its slot: add it again (add_lora), or boot with more max_loras, and refit"
             found.adapters[note.name] = LoraAdapter(refusal=why)
         else:
             _read_lora(manager, manager.lora_index_to_id.index(number), lora, note, found)

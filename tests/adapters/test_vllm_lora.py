@@ -119,7 +119,7 @@ def test_one_without_a_slot_is_refused_and_one_that_was_not_noted_is_unknown():
     activate(worker)
     found = read_loras(worker)
     assert found.adapters.keys() == {"one", "three"}
-    assert "send a request with it" in found.adapters["three"].refusal
+    assert "add it again" in found.adapters["three"].refusal
 
 
 def test_whatever_has_a_slot_is_watched():

@@ -13,9 +13,9 @@ from fp8refit.sources.lora import adapter_named, matrices_of, names_of_adapter
 from fp8refit.sources.renamed import Names, renamed
 from fp8refit.sources.source import as_source
 
-Q, O = "layers.0.q_proj", "layers.0.o_proj"
-SHAPES = {f"{m}.lora_{s}.weight": shape for m in (Q, O) for s, shape in (("A", (4, 8)), ("B", (6, 4)))}
-ADAPTER = LoraAdapter(shapes=SHAPES, scales={f"{Q}.lora_B.weight": 1.5, f"{O}.lora_B.weight": 1.0}, dtype="bfloat16")
+Q, OUT = "layers.0.q_proj", "layers.0.o_proj"
+SHAPES = {f"{m}.lora_{s}.weight": shape for m in (Q, OUT) for s, shape in (("A", (4, 8)), ("B", (6, 4)))}
+ADAPTER = LoraAdapter(shapes=SHAPES, scales={f"{Q}.lora_B.weight": 1.5, f"{OUT}.lora_B.weight": 1.0}, dtype="bfloat16")
 
 
 def tensors(prefix="base_model.model.", infix=""):
@@ -57,7 +57,7 @@ def test_the_scale_of_the_boot_is_multiplied_in_the_engines_dtype(sent):
 )
 def test_a_config_says_the_scale_as_for_peft(config, scales):
     found, given = made(tensors(), config=config), tensors(prefix="")
-    for module, scale in zip((Q, O), scales, strict=True):
+    for module, scale in zip((Q, OUT), scales, strict=True):
         name = f"{module}.lora_B.weight"
         assert torch.equal(found[name], given[name].to(torch.bfloat16) * scale)
 
@@ -69,14 +69,14 @@ def test_a_config_of_several_adapters_is_refused():
 
 def test_what_does_not_fit_is_named_all_at_once():
     sent = tensors(prefix="")
-    del sent[f"{O}.lora_A.weight"]
+    del sent[f"{OUT}.lora_A.weight"]
     sent |= {"v_head.weight": torch.zeros(1), f"{Q}.lora_A.weight": torch.zeros(8, 8), f"{Q}.weight": torch.zeros(6, 8)}
     with pytest.raises(InvalidSourceError) as raised:
         made(sent, ignored=("v_head.weight",))
     assert [problem.split("; ")[0] for problem in raised.value.problems] == [
         f"lora.a.{Q}.lora_A.weight: has shape [8, 8], the engine's adapter has [4, 8], whose rank stays",
         f"lora.a.{Q}.weight: the engine's adapter has no such matrix",
-        f"lora.a.{O}.lora_A.weight: missing",
+        f"lora.a.{OUT}.lora_A.weight: missing",
     ]
 
 
@@ -114,8 +114,8 @@ def test_an_adapter_that_cannot_be_refitted_is_refused(engine, why):
 
 def test_ranks_of_a_pipeline_hold_an_adapter_together():
     first, second = layout(a=""), layout(a="")
-    q, o = ({name: shape for name, shape in SHAPES.items() if name.startswith(module)} for module in (Q, O))
+    q, o = ({name: shape for name, shape in SHAPES.items() if name.startswith(module)} for module in (Q, OUT))
     first.adapters["a"] = LoraAdapter(shapes=q, scales={f"{Q}.lora_B.weight": 1.5}, dtype="bfloat16")
-    second.adapters["a"] = LoraAdapter(shapes=o, scales={f"{O}.lora_B.weight": 1.0}, dtype="bfloat16")
+    second.adapters["a"] = LoraAdapter(shapes=o, scales={f"{OUT}.lora_B.weight": 1.0}, dtype="bfloat16")
     whole = EngineLayout.model_validate_json(EngineLayout.merge([first, second]).model_dump_json())
     assert adapter_named("a", whole) == ADAPTER

@@ -23,7 +23,7 @@ def arm(worker, rank: int, fault: str, pid: int | None = None) -> bool:
 
 
 def move_adapters(worker, when: str) -> bool:
-    """Let an adapter lose its slot to another one, as requests may, when the next refit is `prepared`, or is `written`."""
+    """Let the first adapter lose its slot to another one, as requests may, when the next refit is `prepared`, or is `written`."""
     from fp8refit.ranks.target import Target
     from fp8refit.ranks.write import Write
 
@@ -33,7 +33,9 @@ def move_adapters(worker, when: str) -> bool:
 
     def move(*arguments, **options):
         setattr(owner, name, honest)
-        manager.activate_adapter(next(each for each in manager.list_adapters() if each not in manager.lora_index_to_id))
+        other = next(each for each in manager.list_adapters() if each not in manager.lora_index_to_id)
+        manager.deactivate_adapter(1)
+        manager.activate_adapter(other)
         return honest(*arguments, **options)
 
     setattr(owner, name, move)

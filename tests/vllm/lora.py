@@ -131,8 +131,7 @@ def evicted(engine: "Adapters", new: dict, other: dict) -> dict:
     for when in ("prepared", "written"):
         subject.look("move_adapters", when)
         moved = {"error": subject.refused(engine.refit, "one", other), "dirty": subject.is_dirty}
-        if not subject.is_dirty:
-            engine.say("one")
+        engine.add("one")
         engine.refit("one", new)
         found[when] = moved | {"said": [engine.say(name) for name in ("one", "two", "three")]}
         engine.say("one")
@@ -212,6 +211,14 @@ class Adapters:
             return [output async for output in subject.llm.generate(*asked, lora_request=request)][-1]
 
         return subject.run(answer())
+
+    def add(self, name: str) -> None:
+        """Also while the engine refuses requests."""
+        subject, request = self.subject, self.requests[name]
+        if isinstance(subject, AsyncSubject):
+            subject.run(subject.llm.add_lora(request))
+        else:
+            subject.engine.add_lora(request)
 
     def remove(self, name: str) -> None:
         """Also from the prefix cache, in which vLLM leaves what a removed adapter made."""
