@@ -16,9 +16,11 @@ from typing_extensions import override
 from fp8refit.config import LORA
 from fp8refit.errors import LiveTensorMovedError
 from fp8refit.fill.fills import Prepared
+from fp8refit.live.layout import EngineLayout
 from fp8refit.live.names import strip_wrappers
 from fp8refit.live.parameters import LiveTensor
 from fp8refit.live.slots import Inventory, LoraAdapter, Slot, dtype_name
+from fp8refit.ranks.live_model import are_mapped
 from fp8refit.ranks.target import Target
 from fp8refit.ranks.write import Write
 from fp8refit.report import RankReport
@@ -111,7 +113,7 @@ def read_loras(worker: Any) -> Loras:
             why = "has a name that fp8refit would take for that of a wrapper; load it under another"
             found.adapters[note.name] = LoraAdapter(refusal=why)
         elif number not in manager.lora_index_to_id:
-            why = "is loaded, but other adapters have its slot: add it again (add_lora), or boot with more max_loras, and refit"
+            why = "is loaded, but has no slot now: refit the weights first if they slept, or add it again (add_lora)"
             found.adapters[note.name] = LoraAdapter(refusal=why)
         else:
             _read_lora(manager, manager.lora_index_to_id.index(number), lora, note, found)
@@ -217,6 +219,13 @@ class LoraTarget(Target):
     ) -> None:
         super().__init__(read_inventory, **options)
         self._worker, self._read = worker, read
+
+    @override
+    def layout(self) -> EngineLayout:
+        """See `Target.layout`. Adapters that have no slot get free ones, so that they can be refitted."""
+        if not self._has_lost_values and are_mapped(self.live.read()):
+            activate(self._worker)
+        return super().layout()
 
     @override
     def begin(self, prepared: Prepared) -> Write:

@@ -21,7 +21,6 @@ from fp8refit.fill.plan import is_any_of
 from fp8refit.live.drafts import with_draft
 from fp8refit.live.parameters import Watch
 from fp8refit.live.slots import Inventory, Refresh, Refusal
-from fp8refit.ranks.live_model import are_mapped
 from fp8refit.ranks.rank import Rank
 from fp8refit.remote.rank_server import RankServer
 from fp8refit.tracing.inventory import inventory_of
@@ -46,7 +45,7 @@ from fp8refit_vllm.core_compat import add_to_core, freeze_in_core, on_core_start
 from fp8refit_vllm.drafts import Draft, draft_of, read_boot_values, read_draft
 from fp8refit_vllm.kv_cache import read_kv_cache, reset_kv_scales
 from fp8refit_vllm.layout import VllmRules
-from fp8refit_vllm.lora import Loras, LoraTarget, activate, deactivate, read_loras, watch_loads
+from fp8refit_vllm.lora import Loras, LoraTarget, deactivate, read_loras, watch_loads
 from fp8refit_vllm.twin import twin_of
 from fp8refit_vllm.watch import ADMIT_METHOD, FLAG_METHOD, admit, watch
 
@@ -241,8 +240,6 @@ class WorkerModel:
         if own is None or own.watch.was_any_replaced() or not has_moved:
             own = self._read_own()
             self._own = own = replace(own, prove=cache(own.prove) if own.prove is not None else None)
-        if are_mapped(own):
-            activate(self._worker)
         self.loras = loras = Loras() if own.refusals else read_loras(self._worker)
         slots, live = (*own.slots, *loras.slots), (*own.live, *loras.live)
         return replace(own, slots=slots, live=live, adapters=loras.adapters)

@@ -23,7 +23,7 @@ def arm(worker, rank: int, fault: str, pid: int | None = None) -> bool:
 
 
 def move_adapters(worker, when: str) -> bool:
-    """Let the first adapter lose its slot to another one, as requests may, when the next refit is `prepared`, or is `written`."""
+    """Let the first adapter lose its slot to another one, as requests may, when the next refit is `prepared` or `written`."""
     from fp8refit.ranks.target import Target
     from fp8refit.ranks.write import Write
 

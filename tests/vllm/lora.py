@@ -100,6 +100,7 @@ def run_adapters(layout: str, family: str, work: str) -> dict:
         engine.refit("one", folder / "new" / "adapter_model.safetensors")
         found["from_file"] = engine.state()
         found["evicted"] = evicted(engine, new, other)
+        found["slept"] = slept(engine, family, new)
         found["base"] = base_after_adapters(engine, family)
         return found
 
@@ -136,6 +137,18 @@ def evicted(engine: "Adapters", new: dict, other: dict) -> dict:
         found[when] = moved | {"said": [engine.say(name) for name in ("one", "two", "three")]}
         engine.say("one")
     return found
+
+
+def slept(engine: "Adapters", family: str, new: dict) -> dict:
+    """A deep sleep, from which the adapters' memory wakes up as noise."""
+    subject = engine.subject
+    subject.call("sleep", 2)
+    subject.look("scribble_adapters")
+    found = {"adapter": subject.refused(engine.refit, "one", new)}
+    subject.refit(make_policy(family, 1))
+    engine.add("one")
+    engine.refit("one", new)
+    return found | {"said": [engine.say(name) for name in ("one", "two", "three")]}
 
 
 def base_after_adapters(engine: "Adapters", family: str) -> dict:

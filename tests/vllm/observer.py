@@ -52,6 +52,14 @@ def adapter_bytes(worker) -> dict[str, str]:
     )
 
 
+def scribble_adapters(worker) -> None:
+    """Overwrite every tensor that a wrapper keeps of adapters, as a deep sleep does, which a CPU ignores."""
+    for module in _model(worker).modules():
+        for name in ("lora_a_stacked", "lora_b_stacked"):
+            for tensor in vars(module).get(name, ()):
+                tensor.fill_(0.5)
+
+
 def seats(worker) -> list[int | None]:
     """Which adapter has which slot."""
     return list(worker.model_runner.lora_manager._adapter_manager.lora_index_to_id)
@@ -114,6 +122,7 @@ def _draft(worker) -> torch.nn.Module | None:
 OBSERVATIONS = {
     "live_bytes": live_bytes,
     "adapter_bytes": adapter_bytes,
+    "scribble_adapters": scribble_adapters,
     "seats": seats,
     "places": places,
     "scribble": scribble,

@@ -155,6 +155,15 @@ def test_no_adapter_is_written_where_another_one_has_come(when, is_dirty, runs):
     assert found["said"] == [fresh["said"]["one"], fresh["said"]["two"], runs.fresh["new_three"]]
 
 
+def test_adapters_come_back_from_a_deep_sleep_as_they_were(runs):
+    found, fresh = runs.refitted["slept"], runs.fresh["new"]
+    assert (
+        found["adapter"]["error"] == "UnsupportedEngineError"
+        and "refit the weights first" in found["adapter"]["message"]
+    )
+    assert found["said"] == [fresh["said"]["one"], fresh["said"]["two"], runs.fresh["new_three"]]
+
+
 def test_a_refit_of_weights_keeps_it_and_one_loaded_anew_is_seen(runs):
     found, new = runs.refitted["base"], runs.fresh["new"]["said"]["one"]
     assert found["said"] == found["said_after"] == found["refitted"] == new
