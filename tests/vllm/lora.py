@@ -1,6 +1,7 @@
 """Engines that serve LoRA adapters: what their base weights and their adapters are after refits, and in fresh engines."""
 
 import json
+import os
 import re
 import time
 from pathlib import Path
@@ -99,6 +100,8 @@ def run_adapters(layout: str, family: str, work: str) -> dict:
         found["other"] = engine.state()
         engine.refit("one", folder / "new" / "adapter_model.safetensors")
         found["from_file"] = engine.state()
+        found["broadcast"] = broadcast(engine, new, other)
+        found["verified"] = engine.verify(make_policy(family, 1)).is_equal
         found["evicted"] = evicted(engine, new, other)
         found["slept"] = slept(engine, family, new)
         found["base"] = base_after_adapters(engine, family)
@@ -121,6 +124,14 @@ def torn(engine: "Adapters", family: str, new: dict, other: dict) -> dict:
         heals[what]()
         found[what] |= {"state": engine.state(), "dirty_after": subject.is_dirty}
     return found
+
+
+def broadcast(engine: "Adapters", new: dict, other: dict) -> dict:
+    """Sent to ranks in other processes as a broadcast, as over a network."""
+    engine.refit("one", other)
+    in_process = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    engine.refit("one", new, **({} if in_process else {"transport": "collective"}))
+    return engine.state()
 
 
 def evicted(engine: "Adapters", new: dict, other: dict) -> dict:
@@ -198,8 +209,14 @@ class Adapters:
                 save_adapter(folder / stored, matrices(family, number))
             self.requests[name] = LoRARequest(name, number, str(folder / stored))
 
-    def refit(self, name: str, state_dict: Any, config: Any = None) -> Any:
+    def verify(self, policy: dict) -> Any:
         refitter = Refitter(self.subject.llm)
+        if isinstance(self.subject, AsyncSubject):
+            return self.subject.run(refitter.verify_async(policy))
+        return refitter.verify(policy)
+
+    def refit(self, name: str, state_dict: Any, config: Any = None, **options: Any) -> Any:
+        refitter = Refitter(self.subject.llm, **options)
         if isinstance(self.subject, AsyncSubject):
             return self.subject.run(refitter.refit_adapter_async(name, state_dict, config))
         return refitter.refit_adapter(name, state_dict, config)

@@ -112,6 +112,11 @@ def test_it_may_come_from_a_file(runs):
     assert runs.refitted["from_file"] == runs.fresh["new"]
 
 
+def test_it_may_be_broadcast_and_weights_are_verified_without_it(runs):
+    assert runs.refitted["broadcast"] == runs.fresh["new"]
+    assert runs.refitted["verified"]
+
+
 def test_a_refit_of_an_adapter_is_a_version_and_drops_the_prefix_cache(runs):
     assert runs.refitted["versions"] == [1, 2, 2]
     assert runs.refitted["cached"] == 0
