@@ -5,7 +5,7 @@ which vLLM fills a slot again for an adapter that has lost its own. How one beco
 what the layers' `set_lora` does. The host's copy is written when a refit is committed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from fp8refit.errors import LiveTensorMovedError
 from fp8refit.fill.fills import Prepared
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.names import strip_wrappers
-from fp8refit.live.parameters import LiveTensor
+from fp8refit.live.parameters import LiveTensor, Watch
 from fp8refit.live.slots import Inventory, LoraAdapter, Slot, dtype_name
 from fp8refit.ranks.live_model import are_mapped
 from fp8refit.ranks.target import Target
@@ -56,9 +56,8 @@ class Loras:
     """The name of each slot, what it holds, and the same in host memory."""
 
     @torch.inference_mode()
-    def write_copies(self, names: Iterable[str]) -> None:
-        """Make the host's copies of some slots equal to them."""
-        written = frozenset(names)
+    def write_copies(self, written: Collection[str]) -> None:
+        """Make the host's copies of the slots with these names equal to them."""
         for name, weight, copy in self.copies:
             if name in written:
                 copy.copy_(weight)
@@ -76,7 +75,7 @@ def _note(loader: Any, request: Any, lora: Any) -> None:
 
 
 def manager_of(worker: Any) -> Any:
-    """VLLM's `LoRAModelManager`; None if it serves no adapters."""
+    """Return the worker's `LoRAModelManager`; None if it serves no adapters."""
     return getattr(getattr(worker.model_runner, "lora_manager", None), "_adapter_manager", None)
 
 
@@ -145,20 +144,21 @@ def _read_lora(manager: Any, index: int, lora: Any, note: _Note, found: Loras) -
     """Add an adapter, and the slots that its `set_lora` fills with copies of its matrices."""
     whole: dict[str, Tensor] = {}
     stacked: dict[str, Tensor] = {}
-    scales: dict[str, float] = {}
+    scales: dict[str, float | None] = {}
     layers = [(name, layer, manager._get_lora_layer_weights(lora, name)) for name, layer in manager.modules.items()]
     layers = [each for each in layers if each[2]]
     for name, layer, weights in layers:
         parts = manager.packed_modules.get(name, [name])
         for side, matrices in (("A", weights.lora_a), ("B", weights.lora_b)):
-            for part, matrix in zip(parts, _listed(matrices), strict=True):
+            for place, matrix in enumerate(_listed(matrices)):
                 if matrix is not None:
+                    part = parts[place] if len(parts) == len(_listed(matrices)) else f"{name}.{place}"
                     key = f"{note.modules.get(part, part)}.lora_{side}.weight"
                     whole[key] = matrix
-                    scales |= {key: note.scales[part]} if side == "B" else {}
-            stacks = _listed(getattr(layer, f"lora_{side.lower()}_stacked"))
+                    scales |= {key: note.scales.get(part)} if side == "B" else {}
+            stacks = _listed(getattr(layer, f"lora_{side.lower()}_stacked", ()))
             stacked |= {f"{name} {side}{place}": stack for place, stack in enumerate(stacks)}
-    trace = Trace(stacked)
+    trace = Trace(stacked)  # which objects to the zeros that come first
     for key, matrix in whole.items():
         trace.note(key, matrix)
     with torch.no_grad(), trace:
@@ -169,10 +169,12 @@ def _read_lora(manager: Any, index: int, lora: Any, note: _Note, found: Loras) -
         for copy in trace.copies
         if copy.source
     }
-    moved = whole.keys() - {copy.source for copy, boxes in pieces.items() if boxes is not None}
-    moved |= {copy.source for copy, boxes in pieces.items() if boxes is None}
-    if moved or trace.computed:
-        why = f"is held otherwise than in rows and columns, such as {min(moved, default='')}; load one without these matrices"
+    known = {key: scale for key, scale in scales.items() if scale is not None}
+    odd = whole.keys() - {copy.source for copy in pieces} | {
+        copy.source for copy, boxes in pieces.items() if boxes is None
+    }
+    if odd := odd | (scales.keys() - known.keys()):
+        why = f"is held otherwise than in rows and columns, such as {min(odd)}; load one without these matrices"
         found.adapters[note.name] = LoraAdapter(refusal=why)
         return
     for copy, boxes in pieces.items():
@@ -188,7 +190,7 @@ def _read_lora(manager: Any, index: int, lora: Any, note: _Note, found: Loras) -
             found.copies.append((name, weight, here))
     found.adapters[note.name] = LoraAdapter(
         shapes={key: tuple(matrix.shape) for key, matrix in whole.items()},
-        scales=scales,
+        scales=known,
         dtype=dtype_name(next(iter(whole.values())).dtype),
     )
 
@@ -232,14 +234,13 @@ class LoraTarget(Target):
         """See `Target.begin`.
 
         Raises:
-            LiveTensorMovedError: Adapters or weights have moved since the refit was prepared; nothing was written.
+            LiveTensorMovedError: Adapters have moved since the refit was prepared; nothing was written.
         """
-        if self.is_current(prepared) and prepared.inventory.watch.was_any_replaced():
+        if self.is_current(prepared) and Watch(self._read().live).was_any_replaced():
             self.abandon()
             self.live.forget()
             raise LiveTensorMovedError(
-                "the engine has moved adapters, or replaced weights, since this refit was prepared. Nothing was written; refit "
-                "again"
+                "the engine has moved adapters since this refit was prepared. Nothing was written; refit again"
             )
         return super().begin(prepared)
 
@@ -253,7 +254,7 @@ class LoraTarget(Target):
 
     @override
     def commit(self, version: int | None = None) -> int:
-        written = frozenset(self._torn)
+        written = frozenset(self._torn) if self._read().copies else frozenset()
         committed = super().commit(version)
         self._read().write_copies(written)
         return committed

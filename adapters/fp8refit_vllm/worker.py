@@ -165,6 +165,7 @@ def _make_rank(worker: Any) -> Rank:
     import vllm
 
     VERSIONS.check(vllm.__version__)
+    watch_loads(worker)
     model = WorkerModel(worker)
     target = LoraTarget(
         model.read_inventory,

@@ -47,7 +47,8 @@ def adapter_named(name: str, layout: EngineLayout) -> LoraAdapter:
     if adapter is None:
         loaded = f"it has {', '.join(sorted(layout.adapters))}" if layout.adapters else "it has none"
         raise UnsupportedEngineError(
-            f"this engine has loaded no adapter {name!r} that fp8refit knows ({loaded}). Load it first: send a request with it"
+            f"this engine has loaded no adapter {name!r} since fp8refit watches it ({loaded}). Load it first, or anew: send a "
+            "request with it, or add_lora, after remove_lora if it is there"
         )
     if adapter.refusal:
         raise UnsupportedEngineError(f"adapter {name!r} {adapter.refusal}")

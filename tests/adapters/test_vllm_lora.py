@@ -106,6 +106,14 @@ def test_an_adapter_that_is_held_otherwise_is_refused(layer):
     assert {slot.name.split(".")[1] for slot in found.slots} == {"two"} and not found.adapters["two"].refusal
 
 
+def test_an_adapter_of_modules_under_other_names_than_it_was_loaded_with_is_refused():
+    one = lora("one", "here")
+    one._fp8refit_note.scales.clear()
+    activate(worker := worker_of(Manager(one, here=None)))
+    found = read_loras(worker)
+    assert "there.lora_B.weight" in found.adapters["one"].refusal and found.slots == []
+
+
 @pytest.mark.parametrize("name", ["module.a", "base_layer"])
 def test_an_adapter_that_is_named_as_a_wrapper_is_refused(name):
     worker = worker_of(Manager(lora(name, "here"), here=None))

@@ -22,7 +22,7 @@ WRONG = {
     "a weight": ("InvalidSourceError", ["layers.0.self_attn.q_proj.weight", "no such matrix"]),
     "rank": ("InvalidSourceError", [ADAPTER, "[256, 8]", "[256, 4]", "load an adapter of this shape"]),
     "twice": ("InvalidSourceError", ["q_proj.lora_A.weight", "send one of them"]),
-    "unknown adapter": ("UnsupportedEngineError", ["'nobody'", "one", "two", "Load it first"]),
+    "unknown adapter": ("UnsupportedEngineError", ["'nobody'", "one, two", "Load it first"]),
     "whole config": ("InvalidOptionError", ["lora_alpha", "model.peft_config[name]"]),
 }
 
