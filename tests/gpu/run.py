@@ -2,6 +2,7 @@
 
     python tests/gpu/run.py SCENARIO [MODE] --shape S --work DIR --out FILE ...
 
+    adapters          one vLLM engine with LoRA adapters, of which one is refitted
     broadcast         a trainer on one GPU and vLLM engines on others
     drafts            one vLLM engine whose tokens a second model drafts, refitted, and one booted afresh
     models            one engine of a model with experts or latent attention, or of a whole model
