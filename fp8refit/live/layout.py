@@ -196,8 +196,11 @@ class EngineLayout(BaseModel, frozen=True):
                 first,
                 shapes={**first.shapes, **adapter.shapes},
                 scales={**first.scales, **adapter.scales},
+                dtype=first.dtype or adapter.dtype,
                 refusal=first.refusal or adapter.refusal,
             )
+        for name in [name for name in adapters if any(name not in rank.adapters for rank in ranks)]:
+            adapters[name] = LoraAdapter(refusal="is not loaded on every rank; add it to all (add_lora)")
         proved = [rank.is_proved for rank in ranks]
         return ranks[0].model_copy(
             update={
