@@ -173,7 +173,7 @@ class Refitter(Closing):
         self._on_refit(report)
         return report
 
-    def refit_adapter(self, name: str, state_dict: StateDict, config: Any = None, **_others: Never) -> RefitReport:
+    def refit_adapter(self, name: str, state_dict: StateDict, lora_config: Any = None, **_others: Never) -> RefitReport:
         """Make the engine serve new matrices of a LoRA adapter that it has loaded, all or nothing, as `refit` does for weights.
 
         Base weights and other adapters stay. The matrices go where the engine's kernels read them, and into its copy in host
@@ -185,15 +185,15 @@ class Refitter(Closing):
             state_dict: Every matrix of the adapter and nothing else, as `refit` takes tensors: `lora_A` (rank, inputs) and
                 `lora_B` (outputs, rank) under PEFT's names, such as those of `peft.get_peft_model_state_dict(model)` or of
                 an `adapter_model.safetensors`; with the adapter's name in them or without. Its rank stays.
-            config: PEFT's `LoraConfig`, or what `adapter_config.json` holds, of which `lora_alpha`, `use_rslora` and
+            lora_config: PEFT's `LoraConfig`, or what `adapter_config.json` holds, of which `lora_alpha`, `use_rslora` and
                 `alpha_pattern` say by what `lora_B` is multiplied. Default: by what it was when the engine loaded the
                 adapter.
 
         Returns:
-                What was done, and how long each phase took.
+            What was done, and how long each phase took.
 
         Raises:
-            InvalidOptionError: An option was passed here, or `config` has no `lora_alpha`.
+            InvalidOptionError: An option was passed here, or `lora_config` has no `lora_alpha`.
             InvalidSourceError: Matrices are missing, unknown, or of another shape; lists every one. Or a refit of weights
                 that failed has left others incomplete: refit those first.
             NonFiniteError: NaN or Inf; names the matrices.
@@ -203,10 +203,10 @@ class Refitter(Closing):
         Examples:
             >>> refitter.refit_adapter("policy", get_peft_model_state_dict(model))      # doctest: +SKIP
         """
-        return self._run(self.refit_adapter_async(name, state_dict, config, **_others))
+        return self._run(self.refit_adapter_async(name, state_dict, lora_config, **_others))
 
     async def refit_adapter_async(
-        self, name: str, state_dict: StateDict, config: Any = None, **_others: Never
+        self, name: str, state_dict: StateDict, lora_config: Any = None, **_others: Never
     ) -> RefitReport:
         """`refit_adapter` for an asynchronous engine, awaited in the event loop that drives the engine. See `refit_async`."""
         refuse_others(self.refit_adapter_async, _others)
@@ -217,7 +217,8 @@ class Refitter(Closing):
 
         async def steps(attempt: Attempt) -> RefitReport:
             adapter = adapter_named(name, await self.layout_async())
-            adapted = partial(matrices_of, name=name, adapter=adapter, config=config, is_ignored=is_any_of(own.ignore))
+            is_ignored = is_any_of(own.ignore)
+            adapted = partial(matrices_of, name=name, adapter=adapter, lora_config=lora_config, is_ignored=is_ignored)
             return await attempt.refit(
                 whole, options, names, manifest=None, calibration=None, kv_scales=None, adapted=adapted
             )

@@ -56,7 +56,7 @@ def adapter_named(name: str, layout: EngineLayout) -> LoraAdapter:
 
 
 def matrices_of(
-    source: Source, *, name: str, adapter: LoraAdapter, config: Any, is_ignored: Callable[[str], bool]
+    source: Source, *, name: str, adapter: LoraAdapter, lora_config: Any, is_ignored: Callable[[str], bool]
 ) -> MappingSource:
     """What an engine holds of an adapter's matrices: each `lora_B` multiplied, in the engine's dtype.
 
@@ -64,11 +64,11 @@ def matrices_of(
         source: The matrices, under `names_of_adapter`.
         name: The adapter's name.
         adapter: What the engine has loaded.
-        config: See `fp8refit.Refitter.refit_adapter`.
+        lora_config: See `fp8refit.Refitter.refit_adapter`.
         is_ignored: Whether the trainer may send a name although the adapter has no such matrix.
 
     Raises:
-        InvalidOptionError: The config does not say by what.
+        InvalidOptionError: `lora_config` does not say by what.
         InvalidSourceError: Matrices are missing, unknown, or of another shape; lists every one.
     """
     prefix, dtype = f"{LORA}{name}.", getattr(torch, adapter.dtype)
@@ -90,7 +90,9 @@ def matrices_of(
             )
         scale = 1.0
         if key.endswith(_B):
-            scale = adapter.scales[key] if config is None else _scale_in(config, key.removesuffix(_B), shape[1])
+            scale = (
+                adapter.scales[key] if lora_config is None else _scale_in(lora_config, key.removesuffix(_B), shape[1])
+            )
         if scale != 1 and isinstance(value, Tensor) and value.is_floating_point():
             value = value.detach().to(dtype).mul(scale)  # rounded twice, as an engine does
         found[sent] = value
@@ -111,19 +113,19 @@ def _pairs(source: Source) -> Iterator[tuple[str, Any]]:
     return ((name, tensor.detach().clone()) for name, tensor in source)
 
 
-def _scale_in(config: Any, module: str, rank: int) -> float:
+def _scale_in(lora_config: Any, module: str, rank: int) -> float:
     """By what PEFT multiplies the product of a module's matrices.
 
     Raises:
         InvalidOptionError: The config does not say.
     """
-    said = config if isinstance(config, Mapping) else vars(config)
+    said = lora_config if isinstance(lora_config, Mapping) else getattr(lora_config, "__dict__", {})
     patterns = said.get("alpha_pattern") or {}
     own = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
     alpha = next(own, said.get("lora_alpha"))
-    if alpha is None:
+    if not isinstance(alpha, int | float):
         raise InvalidOptionError(
-            "config has no `lora_alpha`: pass one adapter's LoraConfig, such as model.peft_config[name], or what "
-            "adapter_config.json holds"
+            f"lora_config ({type(lora_config).__name__}) has no number `lora_alpha`: pass one adapter's LoraConfig, such as "
+            "model.peft_config[name], or what adapter_config.json holds"
         )
     return float(alpha / (math.sqrt(rank) if said.get("use_rslora") else rank))

@@ -28,7 +28,7 @@ def tensors(prefix="base_model.model.", infix=""):
 
 def made(state_dict, *, config=None, names=None, ignored=()):
     source = renamed(as_source(state_dict), names_of_adapter("a", names))
-    found = matrices_of(source, name="a", adapter=ADAPTER, config=config, is_ignored=lambda name: name in ignored)
+    found = matrices_of(source, name="a", adapter=ADAPTER, lora_config=config, is_ignored=lambda name: name in ignored)
     return {name.removeprefix("lora.a."): tensor for name, tensor in found.tensors.items()}
 
 
@@ -62,9 +62,12 @@ def test_a_config_says_the_scale_as_for_peft(config, scales):
         assert torch.equal(found[name], given[name].to(torch.bfloat16) * scale)
 
 
-def test_a_config_of_several_adapters_is_refused():
-    with pytest.raises(InvalidOptionError, match=r"model\.peft_config\[name\]"):
-        made(tensors(), config={"default": SimpleNamespace(lora_alpha=8)})
+@pytest.mark.parametrize(
+    "config", [{"default": SimpleNamespace(lora_alpha=8)}, "adapter_config.json", 8, {"lora_alpha": "8"}]
+)
+def test_what_is_no_config_of_one_adapter_is_refused(config):
+    with pytest.raises(InvalidOptionError, match=r"lora_config .*model\.peft_config\[name\]"):
+        made(tensors(), config=config)
 
 
 def test_what_does_not_fit_is_named_all_at_once():
@@ -87,7 +90,7 @@ def test_a_trainers_names_are_renamed_first():
 def test_a_tensor_that_cannot_be_read_is_named():
     sent = tensors(prefix="") | {f"{Q}.lora_B.weight": torch.zeros(6, 4, device="meta")}
     source = renamed(as_source(sent), names_of_adapter("a", None))
-    found = matrices_of(source, name="a", adapter=ADAPTER, config=None, is_ignored=lambda _: False)
+    found = matrices_of(source, name="a", adapter=ADAPTER, lora_config=None, is_ignored=lambda _: False)
     assert [problem.split(":")[0] for problem in found.scan()[1]] == [f"lora.a.{Q}.lora_B.weight"]
 
 
@@ -119,3 +122,15 @@ def test_ranks_of_a_pipeline_hold_an_adapter_together():
     second.adapters["a"] = LoraAdapter(shapes=o, scales={f"{OUT}.lora_B.weight": 1.0}, dtype="bfloat16")
     whole = EngineLayout.model_validate_json(EngineLayout.merge([first, second]).model_dump_json())
     assert adapter_named("a", whole) == ADAPTER
+
+
+def test_a_rank_may_have_no_matrix_of_an_adapter():
+    first = layout(a="")
+    first.adapters["a"] = LoraAdapter()
+    assert adapter_named("a", EngineLayout.merge([first, layout(a="")])) == ADAPTER
+
+
+@pytest.mark.parametrize("ranks", [(layout(a=""), layout(b="")), (layout(), layout(a=""))], ids=["first", "last"])
+def test_an_adapter_that_some_ranks_have_not_loaded_is_refused(ranks):
+    with pytest.raises(UnsupportedEngineError, match="adapter 'a' is not loaded on every rank; add it to all"):
+        adapter_named("a", EngineLayout.merge(ranks))
