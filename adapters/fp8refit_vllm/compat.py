@@ -1,5 +1,6 @@
 """Access to vLLM's internals that differ between versions. It probes attributes (tested with 0.22 to 0.33)."""
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -23,6 +24,8 @@ from fp8refit.live.seams import Seam, within
 from fp8refit.live.slots import FP8_DTYPE
 from fp8refit.live.versions import Versions
 from fp8refit.tracing.asked import format_of
+
+logger = logging.getLogger(__name__)
 
 _MX_BLOCK = 32
 _MX_PROBES = (480.0, 462.0, 450.0, 448.0, 256.0, 255.0, 1.75, 1.0, 0.0)
@@ -147,9 +150,11 @@ SEAMS = (
     Seam(
         purpose="adapters",
         names=(
-            "vllm.lora.utils.get_adapter_absolute_path(path)",
             "vllm.lora.utils.parse_fine_tuned_lora_name(name,mapper)",
-            *within(f"{_LORA}.worker_manager", "WorkerLoRAManager._load_adapter(it,request)"),
+            *within(
+                f"{_LORA}.worker_manager",
+                "WorkerLoRAManager._load_adapter(it,request) WorkerLoRAManager.remove_adapter(it,1)",
+            ),
             f"{_LORA}.worker_manager.WorkerLoRAManager()._adapter_manager",
             *within(f"{_LORA}.model_manager.LoRAModelManager", "activate_adapter(it,1) list_adapters(it)"),
             f"{_LORA}.model_manager.LoRAModelManager.deactivate_adapter(it,1)",
@@ -250,22 +255,41 @@ def on_deep_sleep(worker: Any, call: Callable[[], None]) -> None:
 
 def on_adapter_load(worker: Any, call: Callable[[Any, Any, Any], None]) -> None:
     """Call `call` with a worker's `WorkerLoRAManager`, a `LoRARequest`, and the `LoRAModel` that was loaded for it, before its
-    scales are merged. May be repeated.
+    scales are merged. What `keep_adapter` was called with is used instead of files that vLLM would load again, unless they are
+    asked for: by their path, `load_inplace`, or after `remove_lora`. May be repeated.
     """
     loader = getattr(worker.model_runner, "lora_manager", None)
     if loader is None or "_load_adapter" in vars(loader):
         return
+    kept: dict[int, tuple[tuple[str, str], Any]] = {}
 
     def load(request: Any) -> Any:
+        number, files = request.lora_int_id, (request.lora_name, request.lora_path)
+        if number in kept and kept[number][0] == files and not getattr(request, "load_inplace", False):
+            return kept[number][1]
         lora = type(loader)._load_adapter(loader, request)
-        call(loader, request, lora)
+        if kept.pop(number, None) is not None:
+            logger.warning("adapter %s is loaded from files: what it was refitted to is dropped", request.lora_name)
+        try:
+            call(loader, request, lora)
+        except Exception:
+            logger.debug("fp8refit will not know adapter %s", request.lora_name, exc_info=True)
         return lora
 
-    loader._load_adapter = load
+    def remove(number: int) -> Any:
+        kept.pop(number, None)
+        return type(loader).remove_adapter(loader, number)
+
+    loader._load_adapter, loader.remove_adapter, loader._fp8refit_kept = load, remove, kept
+
+
+def keep_adapter(worker: Any, request: Any, lora: Any) -> None:
+    """Keep a `LoRAModel` that differs from the files of its `LoRARequest`. See `on_adapter_load`."""
+    worker.model_runner.lora_manager._fp8refit_kept[request.lora_int_id] = (request.lora_name, request.lora_path), lora
 
 
 def peft_modules(loader: Any, request: Any, lora: Any) -> dict[str, str]:
-    """PEFT's names of an adapter's modules by vLLM's, as far as they differ and its files say so.
+    """PEFT's names of an adapter's modules by vLLM's, as far as they differ and its files, if they are on this host, say so.
 
     Args:
         loader: The `WorkerLoRAManager`.
@@ -273,15 +297,15 @@ def peft_modules(loader: Any, request: Any, lora: Any) -> dict[str, str]:
         lora: The `LoRAModel`.
     """
     mapper = getattr(loader._adapter_manager.model, "hf_to_vllm_mapper", None)
+    file = Path(request.lora_path, "adapter_model.safetensors").expanduser()
+    if mapper is None or not file.exists():
+        return {}
     for narrowed in ("get_rename_mapper", "get_unstacked_mapper"):  # since 0.30; before
         if hasattr(mapper, narrowed):
             mapper = getattr(mapper, narrowed)()
             break
-    from vllm.lora.utils import get_adapter_absolute_path, parse_fine_tuned_lora_name
+    from vllm.lora.utils import parse_fine_tuned_lora_name
 
-    file = Path(get_adapter_absolute_path(request.lora_path), "adapter_model.safetensors")
-    if mapper is None or not file.exists():
-        return {}
     found: dict[str, str] = {}
     with safe_open(file, framework="pt") as stored:
         for name in stored.keys():  # noqa: SIM118 - it is no mapping

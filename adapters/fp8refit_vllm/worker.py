@@ -19,7 +19,6 @@ from fp8refit.driver.replicas import Gathering
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.fill.plan import is_any_of
 from fp8refit.live.drafts import with_draft
-from fp8refit.live.parameters import Watch
 from fp8refit.live.slots import Inventory, Refresh, Refusal
 from fp8refit.ranks.rank import Rank
 from fp8refit.remote.rank_server import RankServer
@@ -235,15 +234,15 @@ class WorkerModel:
     def read_inventory(self) -> Inventory:
         """List the model's slots, what cannot be refitted, and what must be refreshed after a write.
 
-        If nothing but adapters has moved since the last time, nothing else is read, or proved, again.
+        If nothing but adapters has moved since the last time, nothing else is read, or proved, again. A refit of weights does
+        not care where they are, so they are not among what is watched.
         """
-        own, has_moved = self._own, Watch(self.loras.live).was_any_replaced()
-        if own is None or own.watch.was_any_replaced() or not has_moved:
+        own = self._own
+        if own is None or own.watch.was_any_replaced() or not self.loras.are_stale:
             own = self._read_own()
             self._own = own = replace(own, prove=cache(own.prove) if own.prove is not None else None)
         self.loras = loras = Loras() if own.refusals else read_loras(self._worker)
-        slots, live = (*own.slots, *loras.slots), (*own.live, *loras.live)
-        return replace(own, slots=slots, live=live, adapters=loras.adapters)
+        return replace(own, slots=(*own.slots, *loras.slots), adapters=loras.adapters)
 
     def _read_own(self) -> Inventory:
         network, config = self.network, self._worker.vllm_config

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fp8refit_vllm.compat import peft_modules
+from fp8refit_vllm.compat import keep_adapter, peft_modules
 from fp8refit_vllm.lora import _Note, activate, deactivate, read_loras, watch_loads
 from safetensors.torch import save_file
 
@@ -64,12 +64,14 @@ def lora(name="one", *modules, is_noted=True):
 
     found = SimpleNamespace(loras={module: weights() for module in modules})
     if is_noted:
-        found._fp8refit_note = _Note(name=name, modules={"here": "there"}, scales=dict.fromkeys(modules, 1.5))
+        request = SimpleNamespace(lora_name=name, lora_int_id=1, lora_path="files")
+        found._fp8refit_note = _Note(request=request, modules={"here": "there"}, scales=dict.fromkeys(modules, 1.5))
     return found
 
 
 def worker_of(manager):
-    return SimpleNamespace(model_runner=SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager)))
+    loader = SimpleNamespace(_adapter_manager=manager, _fp8refit_kept={})
+    return SimpleNamespace(model_runner=SimpleNamespace(lora_manager=loader))
 
 
 def test_slots_are_the_copies_that_set_lora_makes():
@@ -88,7 +90,8 @@ def test_slots_are_the_copies_that_set_lora_makes():
     assert found.adapters["one"].scales == {"there.lora_B.weight": 1.5}
     for slot in own:
         slot.weight.fill_(7)
-    found.write_copies({slot.name for slot in own})
+    found.write_copies(worker, {slot.name for slot in own})
+    assert worker.model_runner.lora_manager._fp8refit_kept == {1: (("one", "files"), one)}
     deactivate(worker)
     activate(worker)
     expected = torch.tensor([[7.0, 7.0, 0.0, 0.0]] * 3)
@@ -114,6 +117,31 @@ def test_an_adapter_of_modules_under_other_names_than_it_was_loaded_with_is_refu
     assert "there.lora_B.weight" in found.adapters["one"].refusal and found.slots == []
 
 
+def test_an_adapter_that_cannot_be_read_is_refused_alone():
+    class Odd(Layer):
+        def set_lora(self, index, lora_a, lora_b):
+            raise RuntimeError("no such luck")
+
+    manager = Manager(lora("one", "odd"), lora("two", "plain"), odd=Odd(), plain=None)
+    manager.lora_index_to_id = [1, 2]
+    found = read_loras(worker_of(manager))
+    assert "cannot be read (RuntimeError('no such luck'))" in found.adapters["one"].refusal
+    assert {slot.name.split(".")[1] for slot in found.slots} == {"two"} and not found.adapters["two"].refusal
+
+
+def test_an_adapter_without_a_matrix_on_a_rank_is_none_of_its_slots():
+    manager = Manager(lora("one", "elsewhere"), here=None)
+    manager.lora_index_to_id[0] = 1
+    found = read_loras(worker_of(manager))
+    assert found.slots == [] and not found.adapters["one"].refusal
+
+
+def test_a_name_with_several_ids_is_refused():
+    activate(worker := worker_of(Manager(lora("one", "here"), lora("one", "here"), here=None)))
+    found = read_loras(worker)
+    assert "several ids; remove all but one" in found.adapters["one"].refusal and found.slots == []
+
+
 @pytest.mark.parametrize("name", ["module.a", "base_layer"])
 def test_an_adapter_that_is_named_as_a_wrapper_is_refused(name):
     worker = worker_of(Manager(lora(name, "here"), here=None))
@@ -130,16 +158,13 @@ def test_one_without_a_slot_is_refused_and_one_that_was_not_noted_is_unknown():
     assert "add it again" in found.adapters["three"].refusal
 
 
-def test_whatever_has_a_slot_is_watched():
-    worker = worker_of(manager := Manager(lora("one", "here"), lora("two", "here"), here=None))
+def test_whatever_has_a_slot_is_known():
+    loras = lora("one", "here"), lora("two", "here", is_noted=False)
+    worker = worker_of(manager := Manager(*loras, here=None))
     activate(worker)
-    live = read_loras(worker).live
-    assert [each.has_moved for each in live] == [False, False]
+    assert read_loras(worker).seated == list(loras)
     manager.lora_index_to_id[1] = None
-    assert [each.has_moved for each in live] == [False, True]
-    manager.lora_index_to_id[1] = 2
-    manager._loras[2] = lora("two", "here")
-    assert [each.has_moved for each in live] == [False, True]
+    assert read_loras(worker).seated == [loras[0], None]
 
 
 def test_an_engine_without_adapters_has_none():
@@ -159,6 +184,9 @@ class Loader:
     def _load_adapter(self, request):
         return lora("unnoted", "language_model.model.q_proj", is_noted=False)
 
+    def remove_adapter(self, number):
+        return number
+
 
 @pytest.fixture
 def names(monkeypatch):
@@ -168,10 +196,59 @@ def names(monkeypatch):
         module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
         return (mapper(module) if mapper else module), True
 
-    utils = SimpleNamespace(get_adapter_absolute_path=str, parse_fine_tuned_lora_name=parse)
+    utils = SimpleNamespace(parse_fine_tuned_lora_name=parse)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "vllm.lora", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "vllm.lora.utils", utils)
+
+
+def request(path, **fields):
+    return SimpleNamespace(**{"lora_name": "a", "lora_int_id": 1, "lora_path": str(path)} | fields)
+
+
+@pytest.fixture
+def loader(names):
+    return watched(Loader(None))
+
+
+def watched(loader):
+    worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=loader))
+    watch_loads(worker)
+    watch_loads(worker)
+    return loader
+
+
+def keep(loader, refitted):
+    keep_adapter(SimpleNamespace(model_runner=SimpleNamespace(lora_manager=loader)), request("files"), refitted)
+
+
+def test_what_was_refitted_is_not_loaded_again(loader):
+    refitted = loader._load_adapter(request("files"))
+    keep(loader, refitted)
+    assert loader._load_adapter(request("files")) is loader._load_adapter(request("files")) is refitted
+    assert loader._load_adapter(request("files", lora_int_id=2)) is not refitted
+
+
+@pytest.mark.parametrize("fields", [{"lora_path": "others"}, {"load_inplace": True}, {"lora_name": "b"}], ids=str)
+def test_files_that_are_asked_for_are_loaded(fields, loader, caplog):
+    refitted = loader._load_adapter(request("files"))
+    keep(loader, refitted)
+    assert loader._load_adapter(request("files", **{"load_inplace": False} | fields)) is not refitted
+    assert "what it was refitted to is dropped" in caplog.text
+    assert loader._load_adapter(request("files")) is not refitted
+
+
+def test_an_adapter_that_was_removed_is_loaded_again(loader):
+    refitted = loader._load_adapter(request("files"))
+    keep(loader, refitted)
+    assert loader.remove_adapter(1) == 1
+    assert loader._load_adapter(request("files")) is not refitted
+
+
+def test_vllm_loads_what_cannot_be_noted(names, tmp_path):
+    (tmp_path / "adapter_model.safetensors").write_text("broken")
+    loaded = watched(Loader(to_language_model))._load_adapter(request(tmp_path))
+    assert not hasattr(loaded, "_fp8refit_note")
 
 
 def to_language_model(name):
@@ -186,15 +263,12 @@ def test_names_of_modules_are_those_of_the_files(narrowed, names, tmp_path):
     }
     save_file(stored, tmp_path / "adapter_model.safetensors")
     mapper = to_language_model if narrowed is None else SimpleNamespace(**{narrowed: lambda: to_language_model})
-    worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=Loader(mapper)))
-    watch_loads(worker)
-    watch_loads(worker)
-    loaded = worker.model_runner.lora_manager._load_adapter(SimpleNamespace(lora_name="a", lora_path=tmp_path))
+    loaded = watched(Loader(mapper))._load_adapter(request(tmp_path))
     assert loaded._fp8refit_note.name == "a"
     assert loaded._fp8refit_note.modules == {"language_model.model.q_proj": prefixed}
     assert loaded._fp8refit_note.scales == {"language_model.model.q_proj": 1.5}
 
 
 def test_names_are_vllms_if_they_do_not_differ_or_there_is_no_file(names, tmp_path):
-    request = SimpleNamespace(lora_path=tmp_path)
-    assert peft_modules(Loader(None), request, lora()) == peft_modules(Loader(to_language_model), request, lora()) == {}
+    asked = request(tmp_path)
+    assert peft_modules(Loader(None), asked, lora()) == peft_modules(Loader(to_language_model), asked, lora()) == {}

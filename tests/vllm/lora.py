@@ -52,7 +52,15 @@ def run_lora(work: str) -> dict:
         found = {"before": generate_adapted(llm, adapter), "adapter_before": observer.adapter_bytes(worker_of(llm))}
         report = refitter.refit(make_policy(FAMILY, 2))
         layout = refitter.layout().model_dump(mode="json")
-        return found | {"layout": layout, "kept": report.kept} | state_of(llm, adapter)
+        found |= {"layout": layout, "kept": report.kept} | state_of(llm, adapter)
+        refitter.refit_adapter("adapter", matrices(FAMILY, 8))
+        found["adapter_refitted"] = generate_adapted(llm, adapter)
+        other = save_adapter(Path(work) / "other", matrices(FAMILY, 9))
+        generate_adapted(llm, other, "other", 2)  # vLLM has room for one, in host memory too
+        found["adapter_again"] = generate_adapted(llm, adapter)
+        llm.llm_engine.remove_lora(1)
+        llm.llm_engine.reset_prefix_cache()
+        return found | {"adapter_removed": generate_adapted(llm, adapter)}
 
 
 def run_fresh_lora(work: str) -> dict:
@@ -69,10 +77,10 @@ def state_of(llm: LLM, adapter: Path) -> dict:
     return {"generated": generate(llm), "adapted": adapted, "live": live_bytes(llm), "adapter": held}
 
 
-def generate_adapted(llm: LLM, adapter: Path) -> list[dict]:
+def generate_adapted(llm: LLM, adapter: Path, name: str = "adapter", number: int = 1) -> list[dict]:
     """What the engine says with the adapter."""
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    request = LoRARequest("adapter", 1, str(adapter))
+    request = LoRARequest(name, number, str(adapter))
     return [said(output) for output in llm.generate(prompts, SAMPLING, use_tqdm=False, lora_request=request)]
 
 
@@ -147,6 +155,10 @@ def evicted(engine: "Adapters", new: dict, other: dict) -> dict:
         engine.refit("one", new)
         found[when] = moved | {"said": [engine.say(name) for name in ("one", "two", "three")]}
         engine.say("one")
+        subject.look("move_adapters", when)
+        subject.refit(make_policy(make_policy_name(engine.folder), 1))
+        found[when]["said_after_weights"] = [engine.say(name) for name in ("one", "two", "three")]
+        engine.say("one")
     return found
 
 
@@ -156,8 +168,8 @@ def slept(engine: "Adapters", family: str, new: dict) -> dict:
     subject.call("sleep", 2)
     subject.look("scribble_adapters")
     found = {"adapter": subject.refused(engine.refit, "one", new)}
-    subject.refit(make_policy(family, 1))
     engine.add("one")
+    subject.refit(make_policy(family, 1))
     engine.refit("one", new)
     return found | {"said": [engine.say(name) for name in ("one", "two", "three")]}
 
@@ -201,7 +213,7 @@ class Adapters:
     """
 
     def __init__(self, subject: Subject, folder: Path, *, one: str = "one") -> None:
-        self.subject = subject
+        self.subject, self.folder = subject, folder
         family = make_policy_name(folder)
         self.requests = {}
         for number, (name, stored) in enumerate((("one", one), ("two", "two"), ("three", "three")), 1):
@@ -215,11 +227,11 @@ class Adapters:
             return self.subject.run(refitter.verify_async(policy))
         return refitter.verify(policy)
 
-    def refit(self, name: str, state_dict: Any, config: Any = None, **options: Any) -> Any:
+    def refit(self, name: str, state_dict: Any, lora_config: Any = None, **options: Any) -> Any:
         refitter = Refitter(self.subject.llm, **options)
         if isinstance(self.subject, AsyncSubject):
-            return self.subject.run(refitter.refit_adapter_async(name, state_dict, config))
-        return refitter.refit_adapter(name, state_dict, config)
+            return self.subject.run(refitter.refit_adapter_async(name, state_dict, lora_config))
+        return refitter.refit_adapter(name, state_dict, lora_config=lora_config)
 
     def say(self, name: str | None) -> list[dict]:
         """What the engine says with an adapter. It is loaded if it is not."""

@@ -63,6 +63,11 @@ def test_adapters_are_left_as_they_are(refitted, fresh):
     assert refitted["kept"] == []
 
 
+def test_a_refitted_adapter_that_loses_its_place_in_host_memory_comes_back_as_it_was_refitted(refitted):
+    assert refitted["adapter_again"] == refitted["adapter_refitted"] != refitted["adapted"]
+    assert refitted["adapter_removed"] == refitted["adapted"]
+
+
 def test_slots_have_the_checkpoints_names(refitted):
     names = [slot["name"] for slot in refitted["layout"]["slots"]]
     assert "model.layers.0.self_attn.q_proj.weight" in names
@@ -158,6 +163,12 @@ def test_no_adapter_is_written_where_another_one_has_come(when, is_dirty, runs):
     found, fresh = runs.refitted["evicted"][when], runs.fresh["new"]
     assert found["error"]["error"] == "LiveTensorMovedError" and found["dirty"] == is_dirty
     assert found["said"] == [fresh["said"]["one"], fresh["said"]["two"], runs.fresh["new_three"]]
+
+
+@pytest.mark.parametrize("when", ["prepared", "written"])
+def test_a_refit_of_weights_goes_on_while_adapters_move(when, runs):
+    fresh = runs.fresh["new"]["said"]
+    assert runs.refitted["evicted"][when]["said_after_weights"] == [fresh["one"], fresh["two"], runs.fresh["new_three"]]
 
 
 def test_adapters_come_back_from_a_deep_sleep_as_they_were(runs):
