@@ -40,17 +40,12 @@ _NOTE = "_fp8refit_note"
 class _Note:
     """What vLLM knows of an adapter only while it loads it."""
 
+    name: str
     request: Any
-    """The `LoRARequest`."""
     modules: Mapping[str, str]
     """PEFT's names of modules by vLLM's."""
     scales: Mapping[str, float]
     """By what `lora_B` of each module will be multiplied."""
-
-    @property
-    def name(self) -> str:
-        """The adapter's."""
-        return str(self.request.lora_name)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,7 +78,7 @@ def watch_loads(worker: Any) -> None:
 def _note(loader: Any, request: Any, lora: Any) -> None:
     modules = peft_modules(loader, request, lora)
     scales = {module: float(weights.scaling) for module, weights in lora.loras.items()}
-    setattr(lora, _NOTE, _Note(request=request, modules=modules, scales=scales))
+    setattr(lora, _NOTE, _Note(name=request.lora_name, request=request, modules=modules, scales=scales))
 
 
 def manager_of(worker: Any) -> Any:

@@ -65,7 +65,8 @@ def lora(name="one", *modules, is_noted=True):
     found = SimpleNamespace(loras={module: weights() for module in modules})
     if is_noted:
         request = SimpleNamespace(lora_name=name, lora_int_id=1, lora_path="files")
-        found._fp8refit_note = _Note(request=request, modules={"here": "there"}, scales=dict.fromkeys(modules, 1.5))
+        scales = dict.fromkeys(modules, 1.5)
+        found._fp8refit_note = _Note(name=name, request=request, modules={"here": "there"}, scales=scales)
     return found
 
 
