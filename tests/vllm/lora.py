@@ -169,6 +169,7 @@ def slept(engine: "Adapters", family: str, new: dict) -> dict:
     subject.look("scribble_adapters")
     found = {"adapter": subject.refused(engine.refit, "one", new)}
     engine.add("one")
+    subject.layout()  # which has its slots again
     subject.refit(make_policy(family, 1))
     engine.refit("one", new)
     return found | {"said": [engine.say(name) for name in ("one", "two", "three")]}
