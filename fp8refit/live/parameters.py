@@ -1,6 +1,6 @@
 """The parameters and buffers of a live model, and whether the engine replaced any."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import is_not
@@ -18,15 +18,15 @@ class LiveTensor:
     """One parameter or buffer of the live model, and the properties that a refit must not change."""
 
     name: str
-    holder: Mapping[str, Tensor | None]
-    """`_parameters` or `_buffers` of the module that owns it, or what else says where an engine holds it."""
+    holder: dict[str, Tensor | None]
+    """`_parameters` or `_buffers` of the module that owns it."""
     key: str
     tensor: Tensor
     data_ptr: int
     layout: tuple[torch.Size, tuple[int, ...], torch.dtype]
 
     @classmethod
-    def of(cls, name: str, holder: Mapping[str, Tensor | None], key: str, tensor: Tensor) -> "LiveTensor":
+    def of(cls, name: str, holder: dict[str, Tensor | None], key: str, tensor: Tensor) -> "LiveTensor":
         """Describe `tensor`, which `holder` has under `key` now."""
         layout = tensor.shape, tensor.stride(), tensor.dtype
         return cls(name=name, holder=holder, key=key, tensor=tensor, data_ptr=tensor.data_ptr(), layout=layout)

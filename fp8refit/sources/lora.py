@@ -52,6 +52,8 @@ def adapter_named(name: str, layout: EngineLayout) -> LoraAdapter:
         )
     if adapter.refusal:
         raise UnsupportedEngineError(f"adapter {name!r} {adapter.refusal}")
+    if not adapter.shapes:
+        raise UnsupportedEngineError(f"adapter {name!r} has no matrix of a module of this engine; load one that has")
     return adapter
 
 
