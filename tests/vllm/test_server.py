@@ -8,7 +8,8 @@ import pytest
 from tests.serving import RAW
 from tests.vllm.processes import vllm_version
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(290)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(420)]
+TIMEOUT_S = 400
 
 
 OPTIONS = {"one process": {}, "replicas and processes": {"data_parallel_size": 2, "api_server_count": 2}}
@@ -19,7 +20,8 @@ def served(request, run_engine, tmp_path_factory):
     """What one server says and holds through refits over HTTP."""
     if vllm_version() < (0, 26):
         pytest.skip("vLLM's servers take routes of plugins from 0.26 on; the drop-in refits older ones")
-    return run_engine("served", work=tmp_path_factory.mktemp("served"), options=OPTIONS[request.param])
+    work = tmp_path_factory.mktemp("served")
+    return run_engine("served", within_s=TIMEOUT_S, work=work, options=OPTIONS[request.param])
 
 
 @pytest.fixture
