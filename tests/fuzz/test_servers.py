@@ -124,7 +124,7 @@ def vllm_app(handler: OrderHandler, api_keys: list[str]) -> tuple[FastAPI, str, 
     with mock.patch.object(vllm_server, "api_keys", lambda arguments: api_keys):
         endpoint.attach_router(app)
         asyncio.run(endpoint.init_state(None, None, None))
-    endpoint._handler = handler
+    endpoint._carry_out = handler.answer
     return app, "/v1/fp8refit", endpoint._door
 
 
