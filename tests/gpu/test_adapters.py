@@ -15,7 +15,7 @@ import torch
 from fp8refit.bench.code import INSIDE
 from tests.gpu.scripts import run_scenario, write_result
 
-SHAPE = os.environ.get("FP8REFIT_GPU_SHAPE", "qwen3-8b")
+SHAPE = os.environ.get("FP8REFIT_GPU_SHAPE", "qwen3-0.6b-untied")
 WORK = Path(os.environ.get("FP8REFIT_WORK", "/dev/shm/fp8refit")) / "adapters"
 TIMEOUT_S = float(os.environ.get("FP8REFIT_TIMEOUT_S", "300"))
 MIB = 1 << 20
