@@ -252,8 +252,7 @@ class AsyncDriver(Driver, Channel):
         if self._is_gathered:
             return await self._call_replicas([(message,)] * self._num_replicas, timeout_s)
         parallel = self.config.parallel_config
-        is_local = parallel.data_parallel_hybrid_lb or parallel.data_parallel_external_lb
-        host = "127.0.0.1" if is_local else parallel.data_parallel_master_ip
+        host = "127.0.0.1" if parallel.data_parallel_hybrid_lb else parallel.data_parallel_master_ip
         with gathering(self._num_replicas, parallel.world_size, host=host, timeout_s=self._timeout_s) as places:
             asked = [(message, place.model_dump_json()) for place in places]
             answers = await self._call_replicas(asked, timeout_s + self._timeout_s)

@@ -205,7 +205,7 @@ def num_api_servers(config: Any) -> int:
 
 def is_first_api_server(config: Any) -> bool:
     """Whether this process is the first of those that take requests for one server."""
-    return num_api_servers(config) == 1 or int(config.parallel_config._api_process_rank) == 0
+    return int(getattr(config.parallel_config, "_api_process_rank", 0)) == 0
 
 
 def api_keys(arguments: Any) -> list[str]:

@@ -63,9 +63,9 @@ def steps_with_others(config: Any) -> bool:
 async def call_cores(client: Any, *call: Any) -> list[Any]:
     """Call a method of all engine cores with the same arguments. Returns their results; vLLM's calls return the first's."""
     num_cores = len(cores_of(client))
-    return (
-        [await client.call_utility_async(*call)] if num_cores < 2 else await call_each_core(client, [call] * num_cores)
-    )
+    if num_cores < 2:
+        return [await client.call_utility_async(*call)]
+    return await call_each_core(client, [call] * num_cores)
 
 
 async def call_each_core(client: Any, calls: Sequence[tuple[Any, ...]]) -> list[Any]:

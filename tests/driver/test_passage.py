@@ -48,19 +48,26 @@ def test_a_process_that_never_starts_is_told(name, monkeypatch):
         asyncio.run(Passage(name).pass_on("hello"))
 
 
-def test_a_process_that_ends_before_it_answers_is_told(name):
+async def ask(name: str, listener: socket.socket, said: bytes) -> None:
+    """Pass an order on to a process that says this, and nothing more."""
+    asked = asyncio.create_task(Passage(name).pass_on("hello"))
+    other, _ = await asyncio.to_thread(listener.accept)
+    with other:
+        other.sendall(said)
+    await asked
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [(b"", "carries out orders is gone"), ((MAX_BYTES + 1).to_bytes(8), "which is more than")],
+    ids=["nothing", "too much"],
+)
+def test_a_process_that_does_not_answer_as_it_should_is_told(said, why, name):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0fp8refit-{os.getppid()}-{name}")
         listener.listen()
-
-        async def steps() -> None:
-            asked = asyncio.create_task(Passage(name).pass_on("hello"))
-            other, _ = await asyncio.to_thread(listener.accept)
-            other.close()
-            await asked
-
-        with pytest.raises(RankFailedError, match="carries out orders is gone"):
-            asyncio.run(steps())
+        with pytest.raises(RankFailedError, match=why):
+            asyncio.run(ask(name, listener, said))
 
 
 def test_a_process_of_another_parent_neither_gives_nor_receives_orders(name, monkeypatch):
@@ -75,21 +82,3 @@ def test_a_process_of_another_parent_neither_gives_nor_receives_orders(name, mon
     with pytest.raises(RankFailedError, match="none of this server"):
         asyncio.run(steps())
     assert heard == []
-
-
-def test_an_answer_that_is_too_long_is_not_read(name):
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"\0fp8refit-{os.getppid()}-{name}")
-        listener.listen()
-
-        async def steps() -> None:
-            asked = asyncio.create_task(Passage(name).pass_on("hello"))
-            other, _ = await asyncio.to_thread(listener.accept)
-            other.sendall((MAX_BYTES + 1).to_bytes(8))
-            try:
-                await asked
-            finally:
-                other.close()
-
-        with pytest.raises(RankFailedError, match="which is more than"):
-            asyncio.run(steps())

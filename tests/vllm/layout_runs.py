@@ -1,7 +1,7 @@
 """Which engine is run in each process layout, and what came of it. Every engine is booted once for all tests."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,15 @@ class Case:
 NO_PLUGIN = (("VLLM_PLUGINS", "fp8refit_cpu_kernel"),)
 """The tests' plugin is loaded, fp8refit's is not."""
 
+ASYNCHRONOUS = Case(
+    family="qwen3",
+    kernel="ue8m0",
+    ending="worker killed while idle",
+    fresh_ending="refitted again",
+    fresh_environment=NO_PLUGIN,
+    fresh_options=(("worker_extension_cls", "fp8refit_vllm.worker.WorkerExtension"),),
+)
+
 CASES = {
     "multi-process": Case(
         family="qwen3_large",
@@ -65,22 +74,8 @@ CASES = {
         num_drivers=2,
         is_core_in_process=True,
     ),
-    "asynchronous": Case(
-        family="qwen3",
-        kernel="ue8m0",
-        ending="worker killed while idle",
-        fresh_ending="refitted again",
-        fresh_environment=NO_PLUGIN,
-        fresh_options=(("worker_extension_cls", "fp8refit_vllm.worker.WorkerExtension"),),
-    ),
-    "replicas": Case(
-        family="qwen3",
-        kernel="ue8m0",
-        ending="worker killed while it writes",
-        fresh_ending="refitted again",
-        fresh_environment=NO_PLUGIN,
-        fresh_options=(("worker_extension_cls", "fp8refit_vllm.worker.WorkerExtension"),),
-    ),
+    "asynchronous": ASYNCHRONOUS,
+    "replicas": replace(ASYNCHRONOUS, ending="worker killed while it writes"),
 }
 KILLED_DRIVER = {"driver killed": (0,), "first rank killed": (0,), "last rank gone": (1,)}
 
