@@ -119,6 +119,18 @@ SEAMS = (
         without="use an LLM",
     ),
     Seam(
+        purpose="data-parallel replicas",
+        names=(
+            f"{_CORE_CLIENT}.AsyncMPClient._call_utility_async(client,'method',engine=b'core')",
+            f"{_CORE_CLIENT}.MPClient().core_engines",
+            *within("vllm.config.parallel.ParallelConfig", "world_size_across_dp _api_process_rank"),
+            *within("vllm.config.parallel.ParallelConfig", "data_parallel_index data_parallel_master_ip"),
+            "vllm.v1.core.sched.interface.PauseState.PAUSED_ALL",
+            "vllm.v1.core.sched.scheduler.Scheduler.set_pause_state(scheduler,0)",
+        ),
+        without="boot replicas as engines of their own (data_parallel_size=1)",
+    ),
+    Seam(
         purpose="requests that go on with their KV",
         names=(
             *within("vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks(pool) BlockPool().num_gpu_blocks"),
