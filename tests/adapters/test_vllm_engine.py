@@ -12,6 +12,7 @@ from fp8refit_vllm import VllmEngine
 from fp8refit_vllm.async_driver import AsyncDriver
 from fp8refit_vllm.core import CORE_METHOD, Outcome
 from fp8refit_vllm.gate import LlmGate
+from fp8refit_vllm.watch import ADMIT_METHOD
 from fp8refit_vllm.worker import PLUGIN_METHOD
 
 from fp8refit import (
@@ -442,6 +443,41 @@ def test_a_scheduler_that_was_paused_stays_paused_unless_somebody_resumes_it():
 
     assert asyncio.run(steps(resumes=True))
     assert not asyncio.run(steps(resumes=False))
+
+
+class SharedAsyncLLM(QuietAsyncLLM):
+    """An AsyncLLM of one of two processes that take requests for its core."""
+
+    vllm_config = SimpleNamespace(
+        **vars(QuietAsyncLLM.vllm_config)
+        | {"parallel_config": SimpleNamespace(data_parallel_size=1, _api_process_count=2)}
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    async def call_utility_async(self, method, refused_because):
+        assert method == ADMIT_METHOD
+        self.told.append((refused_because, self.is_running))
+
+
+def test_requests_from_other_processes_wait_are_refused_and_run_and_the_users_pause_outlives_that():
+    async def steps(is_paused):
+        llm = SharedAsyncLLM()
+        driver = AsyncDriver(llm, "method")
+        if is_paused:
+            await llm.pause_scheduler_async(mode="keep", clear_cache=False)
+        await driver.pause(RefitConfig())
+        await driver.refuse("half written")
+        assert llm.is_running  # a core that is paused refuses nothing
+        await driver.pause(RefitConfig())
+        await driver.resume()
+        assert llm.told == [("", False), ("half written", False), ("", False), (None, False)]
+        return llm.is_running
+
+    assert asyncio.run(steps(is_paused=False))
+    assert not asyncio.run(steps(is_paused=True))
 
 
 def test_a_request_whose_input_is_processed_when_the_refit_fails_reaches_nobody():
