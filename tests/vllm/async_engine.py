@@ -101,8 +101,15 @@ async def begin_as(subject: AsyncSubject, prompt: list[int], tokens: list[int]) 
     return {"later": later, "alone": [await said_by(each) for each in prompts]}
 
 
+NUM_UNATTENDED = 8
+"""A rank leaves a stream of which nothing comes for 5 ms, as on a busy machine: then the driver lets requests go on. No
+machine is that busy eight times in a row."""
+
+
 def try_unattended(mode: str):
-    """A refit while two requests run, and nobody says anything to the engine afterwards."""
+    """Refits while two requests run, and nobody says anything to the engine afterwards, until the core of its one rank let
+    them go on by itself.
+    """
 
     async def steps(subject: AsyncSubject, family: str) -> dict:
         started = asyncio.Event()
@@ -112,10 +119,20 @@ def try_unattended(mode: str):
         _, stuck = await asyncio.wait(running, timeout=TIMEOUT_S / 2)
         for task in stuck:
             task.cancel()
-        return {"stuck": len(stuck), "still_s": report.ranks[0].still_s, "num_interrupted": report.num_interrupted}
+        return {
+            "stuck": len(stuck),
+            "num_interrupted": report.num_interrupted,
+            "still_s": report.ranks[0].still_s,
+            "standstill_s": report.standstill_s,
+            "total_s": report.total_s,
+        }
 
     def attempt(subject: AsyncSubject, family: str, work: Path) -> dict:
-        return subject.run(steps(subject, family))
+        for _ in range(NUM_UNATTENDED):
+            found = subject.run(steps(subject, family))
+            if found["stuck"] or found["still_s"] or subject.num_ranks > 1:
+                break
+        return found
 
     return attempt
 
