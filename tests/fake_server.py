@@ -67,6 +67,8 @@ class Running:
         self._thread.start()
         self.kind = _server_of(self)
         """The kind of server that reaches it."""
+        self.routes: dict[str, tuple[int, str]] = {}
+        """What it answers to other requests than orders."""
         self.start()
 
     def start(self) -> None:
@@ -105,6 +107,9 @@ def _server_of(running: Running) -> type[Server]:
 
         def recognise(self) -> bool:
             return self.url == URL
+
+        def send(self, route: str, body: str | None, **_: Any) -> tuple[int, str]:
+            return running.routes.get(route, (404, ""))
 
         def deliver(self, message: str, *, timeout_s: float) -> str:
             return running.answer(message, self._order_headers)

@@ -3,8 +3,10 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
+from textwrap import shorten
 
 from fp8refit.driver.engine import Adapter
+from fp8refit.driver.router import behind
 from fp8refit.errors import RefitError, UnsupportedEngineError
 from fp8refit.remote.servers.http_client import Server
 
@@ -21,16 +23,22 @@ def connect(url: str, *, api_key: str | None = None, token: str | None = None) -
 
     Raises:
         EngineLostError: No server answers.
-        UnsupportedEngineError: No installed adapter knows the server, or it requires another API key.
+        UnsupportedEngineError: No installed adapter knows the server, it is a router, or it requires another API key.
     """
     adapters, broken = find_adapters()
     kinds: dict[str, type[Server]] = {
         name: adapter.server for name, adapter in adapters.items() if hasattr(adapter, "server")
     }
-    for kind in kinds.values():
-        server = kind(url, api_key=api_key, token=token)
-        if server.recognise():
-            return server
+    servers = [kind(url, api_key=api_key, token=token) for kind in kinds.values()]
+    found = next((server for server in servers if server.recognise()), None)
+    urls = behind(found or servers[-1]) if servers else None
+    if urls is not None:  # it would pass each order to another server
+        raise UnsupportedEngineError(
+            f"{url} is a router, with {len(urls)} servers behind it ({shorten(', '.join(urls), 120)}); name these, or pass "
+            "Broadcaster(router=...), which refits all of them together"
+        )
+    if found is not None:
+        return found
     raise UnsupportedEngineError(
         f"{url} is no server of an engine that an installed adapter knows ({name_adapters(kinds)}); pass its root, without /v1",
         broken,

@@ -11,11 +11,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from fp8refit.config import Options, RefitConfig, choose_config, refuse_others
-from fp8refit.driver.attach import AttachedEngine
+from fp8refit.driver.attach import AttachedEngine, attach_engine
 from fp8refit.driver.attempt import Attempt, take_turn
 from fp8refit.driver.closing import Closing
 from fp8refit.driver.engine_group import EngineGroup
 from fp8refit.driver.refitter import Refitter
+from fp8refit.driver.router import behind_router
 from fp8refit.errors import (
     EngineLostError,
     InvalidOptionError,
@@ -58,6 +59,9 @@ class Broadcaster(Closing):
         on_refit: See `Refitter`. Called on the trainer's rank 0.
         on_lost: What becomes of an engine that no longer answers. `"raise"`: an `EngineLostError`. `"drop"`: the others are
             pushed to without it, in the same call if the policy can be read again.
+        router: URL of vLLM's or SGLang's router. Every push begins with the servers that are behind it then, beside
+            `engines`: new ones get the same policy as all others, and those that it has no more are pushed to no longer.
+            With `on_lost="drop"`, servers that do not answer it are left out.
         **options: See `Refitter`.
 
     Raises:
@@ -76,6 +80,7 @@ class Broadcaster(Closing):
         group: "ProcessGroup | None" = None,
         on_refit: Callable[[RefitReport], object] = lambda _: None,
         on_lost: Literal["raise", "drop"] = "raise",
+        router: str | None = None,
         **options: Unpack[Options],
     ) -> None:
         if on_lost not in ("raise", "drop"):
@@ -83,18 +88,56 @@ class Broadcaster(Closing):
         if isinstance(engines, str) or not isinstance(engines, Iterable):
             raise TypeError(f"engines is of type {type(engines).__name__}; pass a list of engines")
         self._config = choose_config(config, options).model_copy(update={"transport": "collective"})
-        self._group, self._on_refit, self._on_lost = group, on_refit, on_lost
+        self._group, self._on_refit, self._on_lost, self._router = group, on_refit, on_lost, router
         self._refitter: Refitter | None = None
         self._fleet: EngineGroup | None = None
         self._engines: tuple[object, ...] = ()
         """As they were passed, in the order of the fleet."""
+        self._routed: tuple[str, ...] = ()
+        """Those that the router has brought."""
         if group is None or torch.distributed.get_rank(group) == 0:
             engines = tuple(engines)
-            self._adopt(engines, EngineGroup(engines))
+            self._routed = self._behind_router(engines)
+            self._adopt(all_engines := (*engines, *self._routed), EngineGroup(all_engines))
 
     def _adopt(self, engines: Sequence[object], fleet: EngineGroup) -> None:
         self._engines, self._fleet = tuple(engines), fleet
         self._refitter = Refitter(fleet, self._config, on_refit=self._on_refit)
+
+    def _behind_router(self, engines: Sequence[object]) -> tuple[str, ...]:
+        """URLs of the servers behind the router that are none of these engines.
+
+        Raises:
+            EngineLostError: The router does not answer.
+            UnsupportedEngineError: It is no router.
+        """
+        if self._router is None:
+            return ()
+        urls = behind_router(self._router, is_healthy=self._on_lost == "drop")
+        own = {engine.rstrip("/") for engine in engines if isinstance(engine, str)}
+        return tuple(url for url in urls if url not in own)
+
+    async def _follow(self) -> None:
+        """Push to the servers that are behind the router now."""
+        fleet = self._fleet
+        if self._router is None or fleet is None:
+            return
+        known = list(zip(self._engines, fleet.attached, strict=True))
+        routed = self._behind_router([engine for engine in self._engines if engine not in self._routed])
+        kept = [(engine, own) for engine, own in known if engine not in self._routed or engine in routed]
+        for url in routed:
+            if url not in self._engines:
+                try:
+                    kept.append((url, attach_engine(url)))
+                except EngineLostError as lost:
+                    if self._on_lost == "raise":
+                        raise
+                    logger.warning("%s; it is not pushed to", lost)
+        gone = [own for engine, own in known if engine in self._routed and engine not in routed]
+        if gone or len(kept) > len(known):
+            await self._form([engine for engine, _ in kept], [own for _, own in kept])
+            await self._let_go(gone)
+        self._routed = routed
 
     async def _form(self, engines: Sequence[object], attached: Sequence[AttachedEngine]) -> None:
         """Push to these engines from now on, and to nothing else.
@@ -171,6 +214,7 @@ class Broadcaster(Closing):
         """`push` for asynchronous engines, awaited in the event loop that drives them."""
         refuse_others(self.push_async, _others)
         with self._opened(state_dict) as weights:
+            await self._follow()
             while self._refitter is not None:
                 with ErrorCapture() as failed:
                     return await self._refitter.refit_async(
@@ -291,6 +335,10 @@ class Broadcaster(Closing):
             raise ValueError(f"{engine!r} is not pushed to; `engines` has those that are")
         removed = [each for place, each in enumerate(self._fleet.attached) if place not in places]
         await self._keep(places)
+        await self._let_go(removed)
+
+    async def _let_go(self, removed: Sequence[AttachedEngine]) -> None:
+        """Make engines that are pushed to no longer give back what pushes need."""
         for attached in removed:
             with contextlib.suppress(RefitError):
                 await take_turn(attached, lambda _, ranks=attached.engine.ranks: ranks.close())  # type: ignore[misc]

@@ -1,6 +1,7 @@
 """One trainer and several engines: all serve the new policy or none does, and what every rank of the trainer hears."""
 
 import asyncio
+import json
 import socket
 import time
 from dataclasses import replace
@@ -27,6 +28,7 @@ from fp8refit.kernels.reference_table import ReferenceTable
 from fp8refit.live.formats import BlockFormat, ScaleFormat
 from fp8refit.remote.protocol import messages
 from fp8refit.remote.protocol.messages import Reply
+from fp8refit.remote.servers.http_client import Server
 from tests.fake_ranks import (
     K_PROJ,
     Q_PROJ,
@@ -599,3 +601,121 @@ def test_an_asynchronous_engine_is_not_added_without_its_event_loop(replicas, mo
     with pytest.raises(UnsupportedEngineError, match="await add_async"):
         replicas.broadcaster.add(late.client, replicas.make_policy(1))
     assert late.client.blocked is None and not late.client.events
+
+
+# Servers behind a router.
+
+
+class Routed:
+    """Two servers that a router knows, and one that it learns of later."""
+
+    urls = ("http://fake:1", "http://fake:2", "http://fake:3")
+    router = "http://router:1"
+
+    def __init__(self, monkeypatch):
+        self.servers = {url: Running() for url in self.urls}
+        self.listed = dict.fromkeys(self.urls[:2], True)
+        self.absent = set()
+        routed = self
+
+        def recognise(server):
+            if server.url in routed.absent:
+                raise EngineLostError("it is gone")
+            return server.url in (*routed.urls, routed.router)
+
+        def send(server, route, body, **_):
+            assert route == "/workers"
+            if server.url != routed.router:
+                return 404, '{"detail": "Not Found"}'
+            workers = [{"url": url, "is_healthy": healthy, "load": 0} for url, healthy in routed.listed.items()]
+            return routed.status, json.dumps({"workers": workers, "total": len(workers)})
+
+        kind = self.servers[URL].kind
+        self.status = 200
+        kind.recognise = recognise
+        kind.deliver = lambda server, message, *, timeout_s: routed.servers[server.url].answer(message)
+        monkeypatch.setattr(Server, "send", send)
+        monkeypatch.delattr(kind, "send")
+        entry_point = entry_point_of(self.servers[URL])
+        monkeypatch.setattr(fp8refit.driver.adapters, "entry_points", lambda group: [entry_point])
+
+    def make_policy(self, seed):
+        return self.servers[URL].cluster.make_policy(seed)
+
+    def held(self):
+        return [self.servers[url].cluster.states[0][1] for url in self.urls]
+
+    def close(self):
+        for server in self.servers.values():
+            server.close()
+
+
+@pytest.fixture
+def routed(monkeypatch):
+    made = Routed(monkeypatch)
+    yield made
+    made.close()
+
+
+def test_a_push_goes_to_the_servers_that_are_behind_the_router_then(routed):
+    with Broadcaster(router=routed.router, timeout_s=TIMEOUT_S) as broadcaster:
+        broadcaster.push(routed.make_policy(1))
+        assert (broadcaster.engines, routed.held()) == (routed.urls[:2], [1, 1, 0])
+        routed.listed = dict.fromkeys(routed.urls[1:], True)
+        report = broadcaster.push(policy := routed.make_policy(2))
+        assert (broadcaster.engines, routed.held()) == (routed.urls[1:], [1, 2, 2])
+        for url in routed.urls[1:]:
+            routed.servers[url].cluster.assert_holds(policy, version=report.version)
+        routed.listed = {routed.urls[0] + "/": True, routed.urls[2] + "@0": True, routed.urls[2] + "@1": True}
+        broadcaster.push(routed.make_policy(3))
+        assert (set(broadcaster.engines), routed.held()) == ({routed.urls[0], routed.urls[2]}, [3, 2, 3])
+
+
+def test_engines_that_are_passed_stay_whatever_the_router_says(routed):
+    with Broadcaster([URL], router=routed.router, timeout_s=TIMEOUT_S) as broadcaster:
+        broadcaster.push(routed.make_policy(1))
+        assert broadcaster.engines == routed.urls[:2]
+        routed.listed = {}
+        broadcaster.push(routed.make_policy(2))
+        assert (broadcaster.engines, routed.held()) == ((URL,), [2, 1, 0])
+
+
+@pytest.mark.parametrize("on_lost", ["raise", "drop"])
+@pytest.mark.parametrize("is_healthy", [True, False])
+def test_a_server_behind_the_router_that_does_not_answer(on_lost, is_healthy, routed):
+    with Broadcaster(router=routed.router, on_lost=on_lost, timeout_s=TIMEOUT_S) as broadcaster:
+        broadcaster.push(routed.make_policy(1))
+        routed.listed[routed.urls[2]] = is_healthy
+        routed.absent.add(routed.urls[2])
+        if on_lost == "raise":
+            with pytest.raises(EngineLostError, match="it is gone"):
+                broadcaster.push(routed.make_policy(2))
+            assert routed.held() == [1, 1, 0]
+        else:
+            broadcaster.push(routed.make_policy(2))
+            assert routed.held() == [2, 2, 0]
+        routed.absent.clear()
+        routed.listed[routed.urls[2]] = True
+        report = broadcaster.push(routed.make_policy(3))
+        assert routed.held() == [report.version] * 3
+
+
+def test_no_server_is_written_if_the_router_cannot_be_asked_or_knows_none(routed):
+    with Broadcaster(router=routed.router, timeout_s=TIMEOUT_S) as broadcaster:
+        routed.status = 503
+        with pytest.raises(UnsupportedEngineError, match="is no router: it does not answer /workers"):
+            broadcaster.push(routed.make_policy(1))
+        routed.status, routed.listed = 200, {}
+        with pytest.raises(UnsupportedEngineError, match="no engine to broadcast to"):
+            broadcaster.push(routed.make_policy(1))
+        assert routed.held() == [0, 0, 0]
+    with pytest.raises(UnsupportedEngineError, match="no engine to broadcast to"):
+        Broadcaster(router=routed.router)
+
+
+@pytest.mark.parametrize("make", [Refitter, lambda url: Broadcaster([url])])
+def test_a_router_is_no_engine(make, routed):
+    with pytest.raises(
+        UnsupportedEngineError, match=r"is a router, with 2 servers behind it \(http://fake:1, .*router="
+    ):
+        make(routed.router)

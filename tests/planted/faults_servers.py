@@ -239,6 +239,13 @@ FAULTS = [
         found_by="tests/driver/test_broadcaster.py -k joins_with_another_policy",
     ),
     Fault(
+        name="a server that has left the router is pushed to still",
+        at="fp8refit/driver/broadcaster.py::Broadcaster._follow",
+        before="gone or len(kept) > len(known)",
+        after="len(kept) > len(known)",
+        found_by="tests/driver/test_broadcaster.py -k engines_that_are_passed_stay",
+    ),
+    Fault(
         name="a policy that cannot be described leaves the answers of ranks that read ahead to the next order",
         at="fp8refit/remote/host/host_route.py::HostRoute._prepare",
         before="await reading",
