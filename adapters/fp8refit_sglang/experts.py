@@ -18,6 +18,9 @@ ROW_MAJOR_RUNNERS = frozenset({"cutlass", "deep_gemm", "triton"})
 
 _METHODS = frozenset({"CompressedTensorsW8A8Fp8MoE", "Fp8MoEMethod", "W8A8FP8MoEMethod"})
 """What gives its runner the weights as they were loaded."""
+_MOVES_ROWS = ("w13_swiglu_interleaved", "use_flashinfer_trtllm_moe")
+"""What says so of the method of layers that are not quantized."""
+_ROWS_STAY = 'Boot with moe_runner_backend="triton" and without SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED'
 ROUTER_COPY = "_weight_fp32"
 FROM_FP8 = "Boot from an FP8 checkpoint (fp8refit quantize), without --quantization"
 _REMEDIES = {
@@ -31,6 +34,9 @@ def why_not_read(layer: Any) -> Why:
     """Why `layer` cannot be refitted, apart from its kernel and tensor shapes; None if it can."""
     if getattr(layer, "_dwdp_bound", False):
         return "reads other ranks' experts from copies", "Boot without dwdp_size"
+    method = getattr(layer, "quant_method", None)
+    if any(getattr(method, flag, False) for flag in _MOVES_ROWS):
+        return "its kernel moves rows of experts that are not quantized", _ROWS_STAY
     scales = (layer._parameters.get(f"{name}_weight_scale_inv") for name in ("w13", "w2"))
     if any(getattr(scale, "format_ue8m0", False) or getattr(scale, "power_of_two", False) for scale in scales):
         return "its kernel needs scales that are powers of two (UE8M0)", 'Boot with moe_runner_backend="triton"'

@@ -55,7 +55,7 @@ class SglangRules:
         "Boot from an FP8 checkpoint with scales per block or row (fp8refit quantize), for which no flag is needed, or a "
         'model without latent attention with quantization="fp8" (a server: --quantization fp8), in SGLang 0.5.17 and later'
     )
-    no_block_fp8: str | None = other_quantization
+    to_quantize: str | None = other_quantization
     absorbed = ABSORBED
 
     def __init__(self, model: nn.Module) -> None:

@@ -13,6 +13,7 @@ _DEEP_GEMM = ("DEEPGEMM", "BATCHED_DEEPGEMM")
 EXPERTS_BACKENDS = frozenset({"TRITON", "BATCHED_TRITON", "FLASHINFER_CUTLASS", *_DEEP_GEMM})
 """vLLM's expert kernels that read weights in the layout that slots are written in."""
 MARLIN = "MARLIN"
+_UNQUANTIZED = EXPERTS_BACKENDS.difference(_DEEP_GEMM)
 _OF_MXFP8 = frozenset({MARLIN, "TRITON_MXFP8", "EMULATION"})
 """Those that read MXFP8, in tiles or in rows."""
 
@@ -23,6 +24,7 @@ NOT_NVFP4_EXPERTS = (
     'quantization="fp8_per_block"'
 )
 """What to do if experts are NVFP4 in a way that is not known."""
+_ANOTHER_BACKEND = 'Boot with moe_backend="triton"'
 
 _LEAST_FLASHINFER_SCALE = 1e-10
 
@@ -30,7 +32,8 @@ _LEAST_FLASHINFER_SCALE = 1e-10
 def experts_backend(module: nn.Module) -> str:
     """The name of the backend that multiplies a layer's experts."""
     method = getattr(module, "quant_method", None)
-    backend = getattr(method, "fp8_backend", None) or getattr(method, "nvfp4_backend", None)
+    found = (getattr(method, f"{kind}_backend", None) for kind in ("fp8", "nvfp4", "unquantized"))
+    backend = next(filter(None, found), None)
     return str(getattr(backend, "name", type(method).__name__))
 
 
@@ -45,7 +48,7 @@ def kernel_of_experts(module: Any) -> Kernel:
     is_known = backend in (_OF_MXFP8 if _is_mxfp8(module) else EXPERTS_BACKENDS)
     if is_known and not _multiplies_scales(module):
         held = block_format(module, has_powers_of_two=backend in _DEEP_GEMM and _rounds_scales())
-    remedy = NOT_MXFP8 if _is_mxfp8(module) else 'Boot with moe_backend="triton"'
+    remedy = NOT_MXFP8 if _is_mxfp8(module) else _ANOTHER_BACKEND
     return Kernel(name=backend, format=held, remedy=remedy)
 
 
@@ -66,7 +69,16 @@ def _rounds_scales() -> bool:
     return bool(is_deep_gemm_e8m0_used())
 
 
-def why_experts_move(module: Any) -> Why:
+def why_not_read(module: Any) -> Why:
+    """Why a layer of experts cannot be refitted, apart from its kernel for FP8 weights and its tensors; None if it can."""
+    backend = experts_backend(module)
+    is_quantized = getattr(module.quant_method, "unquantized_backend", None) is None
+    if not is_quantized and backend not in _UNQUANTIZED:
+        return f"its kernel {backend} repacks experts, or is not known to leave them as loaded", _ANOTHER_BACKEND
+    return _why_experts_move(module)
+
+
+def _why_experts_move(module: Any) -> Why:
     """Why a layer's experts may not be where they were loaded; None if they are."""
     config = module.moe_config
     if config.moe_parallel_config.enable_eplb:
@@ -84,6 +96,8 @@ def sync_experts(module: Any) -> None:
     FlashInfer clamps scales to at least 1e-10 at boot.
     """
     held = [tensor for name, tensor in module._parameters.items() if name_of_scale(name).endswith(SCALE_SUFFIX)]
+    if not held:
+        return
     if experts_backend(module) == "FLASHINFER_CUTLASS":
         for scale in held:
             scale.data.clamp_(min=_LEAST_FLASHINFER_SCALE)

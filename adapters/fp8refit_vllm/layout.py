@@ -19,7 +19,7 @@ from fp8refit_vllm.experts import (
     kernel_of_experts,
     scales_of_experts,
     sync_experts,
-    why_experts_move,
+    why_not_read,
 )
 
 ROW_MAJOR_KERNELS = frozenset(
@@ -83,7 +83,7 @@ class VllmRules:
         'Boot with quantization="fp8_per_block" (a server: --quantization fp8_per_block), "fp8_per_channel", '
         '"fp8_per_tensor" or "mxfp8", or from an FP8 checkpoint with scales per block or row (fp8refit quantize)'
     )
-    no_block_fp8: str | None = other_quantization
+    to_quantize: str | None = other_quantization
     absorbed = _ABSORBED
 
     def why_refused(self, module: nn.Module) -> Why:
@@ -99,7 +99,7 @@ class VllmRules:
             return "packs its latent projections for Intel AMX", 'Boot with attention_backend="CPU_MLA"'
         if hasattr(module, "input_global_scale"):
             return "has activations in four bits (NVFP4), or was booted for them", NOT_NVFP4
-        return why_experts_move(module) if is_experts(module) else None
+        return why_not_read(module) if is_experts(module) else None
 
     def kernel_of(self, module: nn.Module) -> Kernel:
         """The kernel that vLLM selected for a linear layer, or its expert backend."""

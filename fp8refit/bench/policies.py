@@ -7,11 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from fp8refit.driver.refitter import Refitter
-from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.slots import TensorMeta
-from fp8refit.tracing.reading import NO_BLOCK_FP8
 
 NUM_OUTLIERS = 6
 _EXPERT = re.compile(r"(?P<module>.*\.experts)\.(?P<number>\d+)\.(?P<leaf>gate_proj|up_proj|down_proj)\.weight")
@@ -27,20 +24,6 @@ def manifest(layout: EngineLayout) -> dict[str, TensorMeta]:
         )
         for slot in layout.slots
     }
-
-
-def manifest_of_bf16(candidate: object) -> dict[str, TensorMeta]:
-    """Return `manifest` for an engine with BF16 weights: what a block-FP8 engine of the same model would have, in that order.
-
-    Raises:
-        UnsupportedEngineError: Some of its weights cannot be described.
-    """
-    with Refitter(candidate) as refitter:
-        layout = refitter.layout()
-    others = [refusal for refusal in layout.refusals if NO_BLOCK_FP8 not in refusal]
-    if others:
-        raise UnsupportedEngineError(f"this engine cannot be given a policy: {others[0]}")
-    return manifest(layout)
 
 
 def allocate(layout: EngineLayout, device: torch.device) -> dict[str, Tensor]:

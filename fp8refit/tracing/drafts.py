@@ -142,7 +142,7 @@ class _DraftRules:
     checkpoint does.
     """
 
-    no_block_fp8: str | None = None
+    to_quantize: str | None = None
 
     def __init__(self, rules: KernelRules, storages: Collection[int]) -> None:
         self._rules, self._storages = rules, storages

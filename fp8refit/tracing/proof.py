@@ -300,10 +300,12 @@ class _Trial:
         tensor, weight, scale = loaded.get(held.twin_name), held.weight, held.scale
         if tensor is None or tensor.is_meta or TensorMeta.of(tensor) != self._twin.tensors[held.twin_name]:
             return False
+        is_swapped = held.name == TWO_HALVES and self._rules.swaps_halves(held.module)
+        if is_swapped:
+            weight = weight.view(torch.uint8).roll(weight.shape[1] // 2, 1).view(weight.dtype)
         if scale is None:
             return _are_equal(tensor, weight)
-        if held.name == TWO_HALVES and self._rules.swaps_halves(held.module):
-            weight = weight.view(torch.uint8).roll(weight.shape[1] // 2, 1).view(FP8_DTYPE)
+        if is_swapped:
             scale = scale.roll(scale.shape[1] // 2, 1)
         if self._is_coded(held):
             return _are_equal(tensor, weight) and _are_equal(loaded.get(held.twin_name + SCALE_SUFFIX), scale)

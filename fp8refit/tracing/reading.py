@@ -3,6 +3,7 @@
 It refuses a parameter that copies do not cover exactly once, or that the engine's kernels keep in another form.
 """
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -39,7 +40,6 @@ from fp8refit.tracing.stored import (
     box_of,
     codes_of,
     global_of,
-    is_plain,
     matrices,
     own_tensors,
     why_not_stored,
@@ -48,10 +48,9 @@ from fp8refit.tracing.stored import (
 from fp8refit.tracing.twin import Twin, refresh_of_constant
 from fp8refit.tracing.unused import unused_names
 
+logger = logging.getLogger(__name__)
+
 BIAS = "bias"
-NO_BLOCK_FP8 = "holds no block-FP8 weight"
-"""Why an engine without quantized weights is refused."""
-_NOT_BOOTED_SO = "No supported quantization took effect when it booted"
 
 
 def read_inventory(model: nn.Module, rules: KernelRules, twin: Twin) -> Inventory:
@@ -163,12 +162,13 @@ class Reading:
         Args:
             model: Its class.
         """
-        parameters = (item for _, module in self._modules for item in own_tensors(module, ("_parameters",)))
-        is_plain_model = all(is_plain(name, tensor) for name, tensor in parameters)
-        is_plain_model |= not self._refusals and all(held.scale is None for held in self.held)
-        if is_plain_model and self._rules.no_block_fp8 is not None:
-            remedy = f"{_NOT_BOOTED_SO}: {self._rules.no_block_fp8}"
-            self._refusals.insert(0, Refusal(module=model, reason=NO_BLOCK_FP8, remedy=remedy))
+        is_quantized = any(held.scale is not None for held in self.held)
+        if not (is_quantized or self._refusals) and self._rules.to_quantize is not None:
+            logger.warning(
+                "%s holds no quantized weight, and is refitted as it is. If that is not wanted: %s",
+                model,
+                self._rules.to_quantize,
+            )
         naming, held = self._twin.naming, {slot.name for slot in self._slots}
         if not self._refusals:  # a refused layer may hold its weights under other names
             self._refuse_absent(held)
@@ -343,6 +343,8 @@ class Reading:
     def _add_tensor(self, prefix: str, held: Held) -> None:
         _, module, name, weight, scale, global_scale = held
         pieces = self._pieces(prefix, name)
+        if pieces is not None and name == TWO_HALVES and self._rules.swaps_halves(module):
+            pieces = with_halves_swapped(pieces, weight.shape[1])
         common: dict[str, Any] = {}
         starts: dict[int, int] | None = None
         kernel = self._rules.kernel_of(module) if scale is not None else None
@@ -350,8 +352,6 @@ class Reading:
         if scale is not None and block_format is not None:
             common = {"format": block_format}
             self._container = self._container.or_other(block_format)
-            if pieces is not None and name == TWO_HALVES and self._rules.swaps_halves(module):
-                pieces = with_halves_swapped(pieces, weight.shape[1])
             shape = block_format.shape_of(weight.shape)
             if pieces is not None and all(are_matrices(boxes, len(shape)) for _, boxes in pieces):
                 num_rows = shape[-2] if block_format.is_tiled else scale.shape[-2]

@@ -28,8 +28,9 @@ class Kernel:
 class KernelRules(Protocol):
     """What one engine's kernels do to weights after loading."""
 
-    no_block_fp8: str | None
-    """What a user can set, in the engine's own words, for a model without block-FP8 weights; None if it needs none."""
+    to_quantize: str | None
+    """What a user can set, in the engine's own words, so that a model without quantized weights has some; None if it needs
+    none."""
     other_quantization: str
     """The same for a layer with another quantization."""
     absorbed: tuple[str, str]

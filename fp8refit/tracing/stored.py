@@ -8,6 +8,7 @@ from typing import assert_never
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8refit.live.formats import GLOBAL_SUFFIX, MARLIN_TILE, BlockFormat, Codes, Placement
 from fp8refit.live.names import name_of_scale
@@ -161,7 +162,8 @@ def _is_known(name: str, tensor: Tensor, scaled: Sequence[str]) -> bool:
 
 def is_plain(name: str, tensor: Tensor) -> bool:
     """Whether a live tensor is no part of a quantized weight."""
-    return tensor.dtype in SOURCE_DTYPES and not name.endswith(("weight_scale", SCALE_SUFFIX))
+    stands_for_others = bool(is_traceable_wrapper_subclass(tensor))  # as torchao's do
+    return tensor.dtype in SOURCE_DTYPES and not (stands_for_others or name.endswith(("weight_scale", SCALE_SUFFIX)))
 
 
 def _why_not_placed(name: str, weight: Tensor, scale: Tensor, block_format: BlockFormat) -> str | None:

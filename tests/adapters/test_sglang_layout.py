@@ -396,9 +396,19 @@ def test_latent_attention_that_sglang_quantized_itself_is_refused(quantizer):
     assert why_not_absorbed(attention, is_known_rule=True)[0].startswith("absorbs its latent projections before")
 
 
-def test_a_model_without_block_fp8_is_refused():
-    refusal = only_refusal(model_of(proj=nn.Linear(128, 128)))
-    assert "fp8refit quantize" in refusal and 'a model without latent attention with quantization="fp8"' in refusal
+def test_a_model_without_quantized_weights_is_refitted_and_its_log_says_what_to_boot_instead(caplog):
+    assert read_inventory(model_of(proj=nn.Linear(128, 128))).refusals == ()
+    (record,) = caplog.records
+    assert "fp8refit quantize" in record.getMessage()
+    assert 'a model without latent attention with quantization="fp8"' in record.getMessage()
+
+
+@pytest.mark.parametrize("flag", ["w13_swiglu_interleaved", "use_flashinfer_trtllm_moe"])
+def test_unquantized_experts_that_a_kernel_moved_are_refused(flag):
+    experts = nn.Module()
+    experts.w13_weight = nn.Parameter(torch.zeros(2, 256, 128, dtype=torch.bfloat16), requires_grad=False)
+    experts.quant_method = type("UnquantizedFusedMoEMethod", (), {flag: True})()
+    assert "moves rows of experts" in only_refusal(model_of(experts=experts))
 
 
 def test_packed_codes_are_refused_with_what_to_boot_instead():

@@ -143,11 +143,26 @@ def test_remedies_are_in_vllm_s_words():
     quantized = nn.Module()
     quantized.weight = nn.Parameter(torch.zeros(128, 128, dtype=FP8), requires_grad=False)
     assert 'quantization="fp8_per_block"' in only_refusal(model_of(layer=quantized))
-    assert 'quantization="fp8_per_block"' in only_refusal(model_of(proj=nn.Linear(128, 128)))
     marlin = only_refusal(model_of(layer=BlockLinear(kernel=MarlinFP8ScaledMMLinearKernel())))
     assert marlin.endswith(
         "Add MarlinFP8ScaledMMLinearKernel to VLLM_DISABLED_KERNELS, or choose another with --linear-backend"
     )
+
+
+def test_a_model_that_is_not_quantized_is_refitted_and_its_log_says_what_to_boot_instead(caplog):
+    assert read_inventory(model_of(proj=nn.Linear(128, 128))).refusals == ()
+    (record,) = caplog.records
+    assert 'quantization="fp8_per_block"' in record.getMessage()
+
+
+@pytest.mark.parametrize("backend", ["AITER", "CPU", "FLASHINFER_TRTLLM", "MOONEP"])
+def test_unquantized_experts_that_a_kernel_repacks_are_refused(backend):
+    experts = nn.Module()
+    experts.w13_weight = nn.Parameter(torch.zeros(2, 256, 128, dtype=torch.bfloat16), requires_grad=False)
+    scales = SimpleNamespace(w1_scale=None, w2_scale=None)
+    experts.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name=backend), moe_quant_config=scales)
+    refusal = only_refusal(model_of(experts=experts))
+    assert f"its kernel {backend} repacks experts" in refusal and 'Boot with moe_backend="triton"' in refusal
 
 
 @pytest.fixture(autouse=True)
@@ -184,9 +199,11 @@ def test_drafts_with_weights_of_their_own_are_refused(method, refused):
 
 
 def test_a_draft_model_is_refused_beside_what_the_model_is_refused_for():
-    worker = worker_of(model_of(norm=nn.LayerNorm(8)), speculative=SimpleNamespace(method="eagle3"))
+    packed = nn.Linear(8, 8)
+    packed.weight = nn.Parameter(torch.empty(0))
+    worker = worker_of(model_of(packed=packed), speculative=SimpleNamespace(method="eagle3"))
     modules = [refusal.module for refusal in WorkerModel(worker).read_inventory().refusals]
-    assert modules == ["Module", "draft model"]
+    assert modules == ["packed", "draft model"]
 
 
 class Attention(nn.Module):

@@ -46,6 +46,8 @@ CONFIGS = {
     },
 }
 """What published checkpoints say that hold FP8, by container."""
+UNQUANTIZED = "unquantized"
+"""An engine that holds what the checkpoint does."""
 
 
 def try_container(

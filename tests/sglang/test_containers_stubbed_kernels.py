@@ -16,6 +16,8 @@ CASES = [
     ("qwen3_moe", 1, "fp8"),
     ("qwen3_moe", 2, "fp8"),
     ("qwen3_moe", 2, "fp8, expert parallel"),
+    ("qwen2_wide", 2, "unquantized"),
+    ("qwen3_moe", 2, "unquantized"),
 ]
 
 

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from fp8refit.live.formats import PER_ROW, BlockFormat, ScaleFormat
 from fp8refit.live.slots import Stacked, TensorMeta
@@ -596,19 +597,26 @@ def test_another_quantization_is_refused(dtype):
     assert FakeKernelRules.other_quantization in refusal
 
 
-BF16_REFUSAL = "Module: holds no block-FP8 weight. No supported quantization took effect when it booted: Quantize it"
+def test_a_model_without_quantized_weights_is_refitted_as_it_is_and_its_log_says_so(caplog):
+    inventory = read(model_of(proj=nn.Linear(8, 8)))
+    assert inventory.refusals == ()
+    assert {(slot.name, slot.format) for slot in inventory.slots} == {("proj.weight", None), ("proj.bias", None)}
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "Module holds no quantized weight, and is refitted as it is. If that is not wanted: Quantize it"
+    )
 
 
-def test_a_model_without_block_fp8_is_refused():
-    assert only_refusal(model_of(proj=nn.Linear(8, 8))) == BF16_REFUSAL
+def test_a_quantized_model_is_not_told_to_quantize(caplog):
+    read(model_of(proj=BlockLinear(), head=nn.Linear(8, 8)))
+    assert caplog.records == []
 
 
-def test_a_model_without_block_fp8_is_told_so_before_anything_else():
-    packed = nn.Linear(8, 8)
-    packed.weight = nn.Parameter(torch.empty(0))
-    first, other = read(model_of(proj=nn.Linear(8, 8), packed=packed)).refusals
-    assert str(first) == BF16_REFUSAL
-    assert str(other).startswith("packed: its kernel removed `weight`")
+def test_a_weight_that_a_subclass_of_tensor_stands_for_is_refused():
+    """As torchao's are: they say that they are BF16."""
+    layer = nn.Linear(8, 8)
+    layer.weight = nn.Parameter(TwoTensor(torch.zeros(8, 8), torch.ones(8, 8)))
+    assert only_refusal(model_of(odd=layer)).startswith("odd: holds weight (float32) under NoneType")
 
 
 def test_a_model_whose_quantized_layers_are_refused_is_not_told_to_quantize():

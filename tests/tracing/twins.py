@@ -16,7 +16,7 @@ Changes = Mapping[str, Callable[[Tensor], Tensor]]
 
 
 class FakeKernelRules:
-    no_block_fp8, other_quantization = "Quantize it", "Quantize it in blocks"
+    to_quantize, other_quantization = "Quantize it", "Quantize it in blocks"
 
     def why_refused(self, module):
         return getattr(module, "why_refused", None)

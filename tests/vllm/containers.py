@@ -7,7 +7,7 @@ from subject import Subject, booted_as
 
 from fp8refit import Broadcaster
 from fp8refit.config import CollectiveConfig
-from tests.engines.containers import CONFIGS, try_container
+from tests.engines.containers import CONFIGS, UNQUANTIZED, try_container
 from tests.engines.static_scales import STATIC, write_static
 from tests.tiny_models import save_model
 
@@ -16,7 +16,7 @@ def push(subject: Subject, policy: dict, wire: str) -> None:
     Broadcaster([subject.llm], collective=CollectiveConfig(wire=wire)).push(policy)
 
 
-NOT_WRITTEN = ("mxfp8",)
+NOT_WRITTEN = ("mxfp8", UNQUANTIZED)
 """Formats of which `quantize` writes no checkpoint."""
 PUSHES = {f"broadcast in {wire}": partial(push, wire=wire) for wire in ("fp8", "bf16")}
 
@@ -36,7 +36,7 @@ def run_container(layout: str, family: str, container: str, work: str) -> dict:
         options = {"load_format": "dummy", "hf_overrides": {"quantization_config": CONFIGS[container]}}
         own = {}
     else:  # the engine quantizes the checkpoint itself
-        options = {"quantization": container}
+        options = {"quantization": None if container == UNQUANTIZED else container}
         with booted(model=folder / f"{family}-bf16-2", **options) as subject:
             own = {"own": subject.state()}
     other = booted(model=folder / f"{family}-bf16-2", **options)

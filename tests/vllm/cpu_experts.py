@@ -1,4 +1,5 @@
-"""A product over experts in FP8, per block or per channel, for vLLM on a CPU without AMX, which vLLM itself has none for.
+"""A product over experts, in FP8 per block or per channel, or in BF16, for vLLM on a CPU without AMX: vLLM has none for FP8,
+and packs BF16.
 
 vLLM's own method, loaders and post-processing run unmodified, those of the GPU backend that a kernel of `cpu_kernel.py` stands
 for; only the product is torch's. Where a backend asks DeepGEMM for a layout, it keeps the one it has, as on Hopper.
@@ -11,9 +12,10 @@ import cpu_nvfp4
 import torch
 from vllm import _custom_ops
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-from vllm.model_executor.layers.fused_moe import modular_kernel
+from vllm.model_executor.layers.fused_moe import modular_kernel, unquantized_fused_moe_method
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.utils import deep_gemm
 from vllm.v1.worker.workspace import WorkspaceManager
@@ -53,6 +55,8 @@ class ReferenceExperts(TritonExperts):
 
     def _dequantized(self, *codes):
         """Made again only if a byte has changed: most of a tiny engine's time would go into it."""
+        if self.w1_scale is None:
+            return [each.double() for each in codes]
         alphas = [each for each in (self.g1_alphas, self.g2_alphas) if each is not None]
         scales = [each.view(torch.uint8) if each.itemsize == 1 else each for each in (self.w1_scale, self.w2_scale)]
         held = (*(c.view(torch.uint8) for c in codes), *scales, *alphas)
@@ -107,6 +111,8 @@ def register(kind: str) -> None:
     chosen, experts = EXPERTS[kind]
     oracle.backend_to_kernel_cls = lambda backend: [experts] if backend is chosen else []
     fp8_utils.is_deep_gemm_e8m0_used = deep_gemm.is_deep_gemm_e8m0_used = lambda: kind == "ue8m0"
+    unquantized = UnquantizedMoeBackend.FLASHINFER_CUTLASS if experts.is_up_first else UnquantizedMoeBackend.TRITON
+    unquantized_fused_moe_method.select_unquantized_moe_backend = lambda *_, **__: (unquantized, experts)
     cpu_mxfp8.register_experts(kind, TileExperts)
     cpu_nvfp4.register_experts(TileExperts)
     if chosen is oracle.Fp8MoeBackend.MARLIN:  # in versions without HPC; what it does needs a GPU

@@ -209,7 +209,6 @@ def run_refusals(work: str) -> dict:
     save_model("qwen3_moe", 1, moe)
     engines = {
         "repacking kernel": booted_dummy(bf16, "repacking"),
-        "bfloat16": booted(bf16, "fp32"),
         "repacked experts": booted_dummy(moe, "repacking"),
         **{loader: booted_with(loader, bf16) for loader in LOADERS},
     }

@@ -34,6 +34,9 @@ CASES = [
     ("core in process", "qwen2_wide", "modelopt, nvfp4 in tiles"),
     ("expert parallel", "qwen3_moe_many", "modelopt, nvfp4 in tiles"),
     ("expert parallel", "qwen3_moe", "compressed-tensors"),
+    ("core in process", "qwen2_wide", "unquantized"),
+    ("expert parallel", "qwen3_moe", "unquantized"),
+    ("core in process", "qwen3_moe", "unquantized in up first"),
 ]
 
 

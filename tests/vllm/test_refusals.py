@@ -21,7 +21,7 @@ LOADERS = {
 """What models that users register do while they load, and with what. Of a layer's matrices one of each kind is tried."""
 
 
-@pytest.mark.parametrize("kind", ["repacking kernel", "bfloat16", "repacked experts", *LOADERS])
+@pytest.mark.parametrize("kind", ["repacking kernel", "repacked experts", *LOADERS])
 def test_a_refused_engine_is_left_as_it_was(kind, refusals):
     assert refusals[kind]["refit"]["error"] == "UnsupportedEngineError"
     assert refusals[kind]["untouched"]
@@ -38,12 +38,6 @@ def test_every_module_of_a_repacking_kernel_is_named_with_the_setting_that_helps
     for reason in reasons:
         assert "RepackingBlockKernel repacks weights" in reason
         assert "VLLM_DISABLED_KERNELS" in reason
-
-
-def test_an_unquantized_engine_is_told_how_to_boot(refusals):
-    (reason,) = refusals["bfloat16"]["refusals"]
-    assert "holds no block-FP8 weight" in reason
-    assert 'quantization="fp8_per_block"' in reason
 
 
 def test_layers_of_experts_that_a_kernel_repacks_are_named_with_the_setting_that_helps(refusals):
