@@ -43,8 +43,8 @@ def free_port() -> int:
 
 def option(name: str, value: Any) -> list[str]:
     """One setting of a server as its command line takes it."""
-    flag = "--" + name.replace("_", "-")
-    return [flag] if value is True else [flag, str(value)]
+    flag = ("--no-" if value is False else "--") + name.replace("_", "-")
+    return [flag] if isinstance(value, bool) else [flag, str(value)]
 
 
 def read_answer(answer: bytes) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from engines import PROMPTS, make_policy, refused
 from servers import EXAMPLES, FAMILY, KEY, TOKEN, Server, run_script
+from tokens import tokenizer_of_bytes
 from typer.testing import CliRunner
 
 from fp8refit import Broadcaster, Refitter
@@ -42,6 +43,31 @@ def run_replicas(work: str, tensor_parallel_size: int) -> dict:
         found["example"] = run_script(EXAMPLES / "two_replicas.py", folder, one.url, other.url)
         found |= kill_server(one, other, successor)
         return found
+
+
+def run_explore(work: str) -> dict:
+    """The example with one server in FP8 and one in BF16, the policy that it leaves on both, and one that neither takes."""
+    folder = Path(work) / "bf16"
+    save_model(FAMILY, 2, folder)
+    os.environ |= {"FP8REFIT_API_KEY": KEY, "FP8REFIT_TOKEN": TOKEN}
+    tokenizer_of_bytes().save_pretrained(folder)  # vLLM's API names the tokens of log-probabilities
+    options = {"skip_tokenizer_init": False}
+    with Server(folder, **options) as explorer, Server(folder, hf_overrides="{}", **options) as scorer:
+        explorer.wait()
+        scorer.wait()
+        asked = [folder, explorer.url, scorer.url, "--steps", 2, "--prompts", 2, "--answers", 6, "--kept", 1]
+        found = {"script": run_script(EXAMPLES / "explore.py", *asked)}
+        bad = make_policy(FAMILY, 1)
+        bad[LAST][0, 0] = float("nan")
+        with Broadcaster([explorer.url, scorer.url], validate="strict") as broadcaster:
+            broadcaster.push(make_policy(FAMILY, 2))
+            found["together"] = state(explorer, scorer)
+            found["refused"] = refused(broadcaster.push, bad)
+            found["after"] = state(explorer, scorer)
+        for server in (explorer, scorer):
+            server.call("observe", "scribble")
+            Refitter(server.url).refit(make_policy(FAMILY, 2))
+        return found | {"alone": state(explorer, scorer)}
 
 
 def state(*servers: Server) -> list[dict]:

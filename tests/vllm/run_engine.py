@@ -55,7 +55,7 @@ from live_engine import run_live
 from lora import run_adapters, run_fresh_adapters, run_fresh_lora, run_lora
 from precision_runs import run_precision
 from ray_actors import run_ray, run_ray_executor
-from replicas import run_replicas
+from replicas import run_explore, run_replicas
 from served import run_served
 from updates import run_updates
 from vllm.model_executor.models import registry
@@ -256,6 +256,7 @@ SCENARIOS = {
     "served": run_served,
     "oracle": run_oracle,
     "replicas": run_replicas,
+    "explore": run_explore,
     "updates": run_updates,
     "killed": run_killed,
     "drop-in": run_drop_in,

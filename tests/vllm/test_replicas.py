@@ -1,6 +1,7 @@
 """Two running vLLM servers of two ranks each are refitted together, by gloo instead of NCCL. See `conftest.py`."""
 
 import json
+import re
 import signal
 
 import pytest
@@ -37,6 +38,27 @@ def test_the_example_prints_what_both_say_of_every_version(found):
     assert len(set(versions)) == 3 and all("on 4 ranks" in version for version in versions)
     for rollouts in map(json.loads, said):
         assert rollouts[0] == rollouts[1] and len(rollouts[0]) == 8
+
+
+@pytest.fixture(scope="module")
+def explored(run_engine, tmp_path_factory):
+    return run_engine("explore", work=tmp_path_factory.mktemp("explore"))
+
+
+def test_the_example_that_explores_moves_engines_of_two_precisions_together(explored):
+    assert explored["script"]["code"] == 0, explored["script"]["log"]
+    first, second = explored["script"]["lines"]
+    said = r"version {}: reward [\d.]+, k3 of the explorer ([\d.e+-]+), of the scorer ([\d.e+-]+)"
+    assert re.fullmatch(said.format(2), first) and re.fullmatch(said.format(3), second)
+    explorer, scorer = (float(each) for each in re.fullmatch(said.format(3), second).groups())
+    assert 0 <= scorer < explorer < 0.1
+
+
+def test_engines_of_two_precisions_hold_one_policy_or_keep_the_last(explored):
+    assert explored["together"] == explored["after"] == explored["alone"]
+    assert explored["refused"]["error"] == "NonFiniteError"
+    quantized, plain = (each["live"] for each in explored["together"])
+    assert quantized != plain
 
 
 def test_a_driver_killed_in_mid_broadcast_leaves_all_refusing_until_the_next(found, policy):
