@@ -79,11 +79,9 @@ def why_not_read(module: Any) -> Why:
 
 
 def _why_experts_move(module: Any) -> Why:
-    """Why a layer's experts may not be where they were loaded; None if they are."""
+    """Why a layer's experts may not be where they were loaded; None if they are, or `eplb` says where they are."""
     config = module.moe_config
-    if config.moe_parallel_config.enable_eplb:
-        return "its experts move between ranks (EPLB)", "Boot without enable_eplb"
-    if config.num_experts != config.num_logical_experts:
+    if config.num_experts != config.num_logical_experts and not config.moe_parallel_config.enable_eplb:
         reason = f"holds {config.num_experts} experts for {config.num_logical_experts} of the checkpoint"
         return reason, "Boot without redundant experts, and with shared experts apart"
     return None

@@ -52,6 +52,7 @@ _ABSORBED = "W_UK_T", "W_UV"
 _WORKSPACE = "workspace"
 """Locks of Marlin's kernels, in versions before 0.31."""
 _JOINED_GATES = "_combined_gate_weight"
+_EPLB = "router.eplb_state"
 _KV_SCALES = (
     *("_q_scale", "_k_scale", "_v_scale", "_prob_scale", "_k_scale_cpu", "_v_scale_cpu"),
     *("q_range", "k_range", "v_range"),
@@ -119,11 +120,12 @@ class VllmRules:
 
     def kept(self, module: nn.Module) -> Collection[str]:
         """Absorbed copies, joined gates and scales of activations, which are refreshed; KV caches and their scales; LoRA
-        adapters.
+        adapters; where experts are (EPLB).
         """
         own = vars(module) | module._buffers | module._parameters
         is_adapted = "base_layer" in module._modules
         kept = [key for key in own if key in _KEPT or (is_adapted and ("lora" in key or key in _KEPT_BY_LORA))]
+        kept += [_EPLB] if "router" in own else []
         return [*kept, *([_WORKSPACE] if _WORKSPACE in own and _is_tiled(module) else [])]
 
     def dequantize(self, layer: Any, dtype: torch.dtype) -> Tensor:

@@ -30,10 +30,12 @@ from fp8refit.report import RankReport
 from fp8refit.tracing.boxes import pieces_of
 from fp8refit.tracing.trace import Trace
 from fp8refit_vllm.compat import keep_adapter, on_adapter_load, peft_modules
+from fp8refit_vllm.eplb import end_moves
 
 logger = logging.getLogger(__name__)
 
 _NOTE = "_fp8refit_note"
+_AGAIN = "Nothing was written; refit again"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,12 +243,17 @@ class LoraTarget(Target):
         """See `Target.begin`.
 
         Raises:
-            LiveTensorMovedError: Adapters have moved since the refit of one was prepared; nothing was written.
+            LiveTensorMovedError: Adapters have moved since the refit of one was prepared, or experts; nothing was written.
         """
+        if self.is_current(prepared) and prepared.writes:
+            end_moves(self._worker)
+        if self.is_current(prepared) and prepared.inventory.has_moved():
+            self.abandon()
+            raise LiveTensorMovedError("the engine has moved experts since this refit was prepared (EPLB). " + _AGAIN)
         if self.is_current(prepared) and prepared.plan is not None:
             kept = frozenset(prepared.plan.kept)
             sent = [name for name, *_ in self._read().copies if name not in kept]
-            self._check_seats(sent, "since this refit was prepared. Nothing was written; refit again")
+            self._check_seats(sent, f"since this refit was prepared. {_AGAIN}")
         return super().begin(prepared)
 
     @override

@@ -42,6 +42,7 @@ from fp8refit_vllm.compat import (
 from fp8refit_vllm.core import CORE_METHOD, FREEZE_METHOD, SET_APART_METHOD, carry_out
 from fp8refit_vllm.core_compat import add_to_core, freeze_in_core, on_core_start, raise_refusals, set_apart_in_core
 from fp8refit_vllm.drafts import Draft, draft_of, read_boot_values, read_draft
+from fp8refit_vllm.eplb import ExpertPlaces
 from fp8refit_vllm.kv_cache import read_kv_cache, reset_kv_scales
 from fp8refit_vllm.layout import VllmRules
 from fp8refit_vllm.lora import Loras, LoraTarget, deactivate, read_loras, watch_loads
@@ -238,6 +239,8 @@ class WorkerModel:
         not care where they are, so they are not among what is watched.
         """
         own = self._own
+        if own is not None and own.has_moved():
+            self._forget_sent()
         if own is None or own.watch.was_any_replaced() or not self.loras.are_stale:
             own = self._read_own()
             self._own = own = replace(own, prove=cache(own.prove) if own.prove is not None else None)
@@ -245,25 +248,34 @@ class WorkerModel:
         return replace(own, slots=(*own.slots, *loras.slots), adapters=loras.adapters)
 
     def _read_own(self) -> Inventory:
-        network, config = self.network, self._worker.vllm_config
+        network, config, places = self.network, self._worker.vllm_config, ExpertPlaces(self._worker)
         has_noise = has_dummy_weights(config.load_config)
         apart = () if self._draft is None else (self._draft.network,)
-        inventory = inventory_of(network, VllmRules(), self._twin, has_noise=has_noise, apart=apart)
+        options = {"has_noise": has_noise, "apart": apart, "experts": places.held}
+        inventory = inventory_of(network, VllmRules(), self._twin, **options)
         kv = replace(read_kv_cache(self._worker, network), before_write=self._reset_dummy_scales)
         scales = {} if has_noise else getattr(self._worker.model_runner, _SCALES, {})
         restored, without = restore_activation_scales(network, scales)
-        refusals, refreshes = inventory.refusals + without, restored + inventory.refreshes
+        refusals, refreshes = (*inventory.refusals, *without, *places.refusals(apart)), restored + inventory.refreshes
         if self._draft is None and (method := draft_method(config)) is not None:
             reason = f"drafts tokens with its own weights ({method}), which a refit would not update"
             refusals += (Refusal(module="draft model", reason=reason, remedy="Boot without speculative_config"),)
         if self._has_dummy_scales:
             refreshes += (Refresh(name="KV scales of a dummy boot", run=self._reset_dummy_scales),)
         inventory = replace(inventory, kv=kv, refusals=refusals, refreshes=refreshes)
+        inventory = replace(inventory, has_moved=places.have_moved, moving=places.moving)
         if self._draft is None:
             return inventory
         values = getattr(self._worker.model_runner, _DRAFT_VALUES, {})
         own, shared = read_draft(self._draft, self._twin_of_draft, network, inventory, values)
         return with_draft(inventory, own, shared=shared)
+
+    def _forget_sent(self) -> None:
+        """Make drivers say everything again: what they send to which rank depends on where experts are."""
+        server: RankServer | None = getattr(self._worker, _SERVER, None)
+        if server is not None and server.orders is not None:
+            server.orders.tensors.unmap()
+            server.orders.receiver.leave()
 
     def _reset_dummy_scales(self) -> None:
         """Set KV scales to 1.0, once: a dummy boot fills them with noise, a boot from a checkpoint leaves 1.0."""

@@ -9,7 +9,7 @@ import gc
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from logging import Logger
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -108,7 +108,7 @@ class Holdings:
 
     Args:
         model: The model.
-        kept: Returns the attributes of a module that are left out.
+        kept: Returns the attributes of a module that are left out, or of a helper of its, such as `impl.sinks`.
         apart: Other models that can be reached from it and are left out.
     """
 
@@ -147,7 +147,7 @@ class Holdings:
             id(each): each
             for name, module in modules.items()
             for key in self._kept(module)
-            if (each := own[name].get(key)) is not None
+            if (each := _at(own[name], key)) is not None
         }
         others = (module for other in self._apart for module in other.modules())
         seen: dict[int, object] = {**kept, **{id(module): module for module in (*modules.values(), *others)}}
@@ -246,6 +246,12 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
         elif held is not None:
             yield from ((f".{key}", each) for key, each in _items(held))
         yield from (("", each) for each in gc.get_referents(value) if each is not held)
+
+
+def _at(own: dict[str, Any], path: str) -> object:
+    """What a module's attribute is, or that of its attribute; None if there is none."""
+    key, *rest = path.split(".")
+    return reduce(lambda each, name: getattr(each, name, None), rest, own.get(key))
 
 
 def _items(held: dict[Any, object]) -> list[tuple[Any, object]]:

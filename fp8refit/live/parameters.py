@@ -1,6 +1,6 @@
 """The parameters and buffers of a live model, and whether the engine replaced any."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import is_not
@@ -43,10 +43,23 @@ class LiveTensor:
 
 
 class Watch:
-    """Notices live tensors that the engine replaced. Checking all at once takes a third of the time of checking each."""
+    """Notices live tensors that the engine replaced. Checking all at once takes a third of the time of checking each.
 
-    def __init__(self, live: Sequence[LiveTensor]) -> None:
+    Args:
+        live: The tensors.
+        has_moved: Whether the engine has moved weights from one to another since.
+        moving: Those of which it may.
+    """
+
+    def __init__(
+        self,
+        live: Sequence[LiveTensor],
+        has_moved: Callable[[], bool] = lambda: False,
+        moving: Collection[Tensor] = (),
+    ) -> None:
         self.live = tuple(live)
+        self._has_moved = has_moved
+        self._moving = set(map(id, moving))
         self._tensors = [entry.tensor for entry in live]
         self._places = [(entry.holder, entry.key) for entry in live]
         self._addresses = [entry.data_ptr for entry in live]
@@ -54,24 +67,26 @@ class Watch:
 
     @cached_property
     def _samples(self) -> list[Tensor]:
-        parameters = [each.detach() for each in self._tensors if isinstance(each, nn.Parameter)]
+        parameters = [e.detach() for e in self._tensors if isinstance(e, nn.Parameter) and id(e) not in self._moving]
         sizes = [min(each.numel(), _SAMPLE_BYTES // each.element_size()) for each in parameters]
         return [each.as_strided((size,), (1,)).view(torch.uint8) for each, size in zip(parameters, sizes, strict=True)]
 
     def sample(self) -> Tensor:
-        """Copy the first bytes of every parameter, which are others after a write of a policy, whatever writes it."""
+        """Copy the first bytes of every parameter that stays, which are others after a write of a policy, whatever writes it."""
         return torch.cat(self._samples)
 
     def was_any_replaced(self) -> bool:
-        """Whether any module now holds a different tensor, or the same one with another storage."""
+        """Whether any module now holds a different tensor, or the same one with another storage or, if it moves, other weights."""
         held = [holder.get(key) for holder, key in self._places]
-        return any(map(is_not, held, self._tensors)) or list(map(Tensor.data_ptr, self._tensors)) != self._addresses
+        is_other = any(map(is_not, held, self._tensors))
+        return is_other or list(map(Tensor.data_ptr, self._tensors)) != self._addresses or self._has_moved()
 
     def moved(self) -> list[str]:
-        """Names of the tensors for which `LiveTensor.has_moved` is true."""
+        """Names of the tensors for which `LiveTensor.has_moved` is true, or that hold other weights."""
         if self._layouts.holds([], self._tensors) and not self.was_any_replaced():
             return []
-        return [entry.name for entry in self.live if entry.has_moved]
+        moving = self._moving if self._has_moved() else set()
+        return [entry.name for entry in self.live if entry.has_moved or id(entry.tensor) in moving]
 
 
 def live_tensors(model: nn.Module) -> tuple[LiveTensor, ...]:

@@ -380,10 +380,15 @@ class Inventory:
     """Compares what the engine's own loader makes of random values with what a refit does, and returns what differs. None if
     the slots do not come from a loader."""
 
+    has_moved: Callable[[], bool] = lambda: False
+    """Whether the engine has moved weights between live tensors since this was read, so that slots are other weights' places."""
+    moving: tuple[Tensor, ...] = ()
+    """The live tensors between which it does."""
+
     @cached_property
     def watch(self) -> Watch:
         """Watches `live`."""
-        return Watch(self.live)
+        return Watch(self.live, self.has_moved, self.moving)
 
     @property
     def names(self) -> frozenset[str]:

@@ -13,6 +13,7 @@ def register() -> None:
     kind = os.environ.get("FP8REFIT_TEST_KERNEL")
     if kind is None:
         return
+    import cpu_eplb
     import cpu_kernel
     import torch
     from faults import raise_in_worker
@@ -28,6 +29,7 @@ def register() -> None:
         cpu_transfer.install()
     torch.compiler.set_stance("force_eager")  # as `run_engine.py` says
     cpu_kernel.register(kind)
+    cpu_eplb.install()
     WorkerBase.observe = observe
     WorkerBase.raise_in_worker = raise_in_worker
     shm_broadcast.sched_yield = lambda: time.sleep(5e-4)  # who waits for a message leaves the core to who makes it

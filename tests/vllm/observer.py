@@ -11,13 +11,14 @@ KV_SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
 
 def observe(worker, what: str, *arguments) -> object:
     """Answer with a value, an error too: a worker that raises puts vLLM's replies out of step."""
+    import cpu_eplb
     import drop_ins
     import faults
 
     try:
         return {
             "rank": number_of(worker),
-            "found": (OBSERVATIONS | faults.FAULTS | drop_ins.OBSERVATIONS)[what](worker, *arguments),
+            "found": (OBSERVATIONS | faults.FAULTS | drop_ins.OBSERVATIONS | cpu_eplb.OBSERVATIONS)[what](worker, *arguments),
         }
     except Exception as error:  # noqa: BLE001
         return {"rank": number_of(worker), "error": repr(error)}

@@ -53,6 +53,7 @@ from latent import run_fresh_latent, run_latent
 from layouts import run_fresh_layout, run_layout
 from live_engine import run_live
 from lora import run_adapters, run_fresh_adapters, run_fresh_lora, run_lora
+from moved_experts import run_fresh_moved_experts, run_moved_experts, run_moved_formats
 from precision_runs import run_precision
 from ray_actors import run_ray, run_ray_executor
 from replicas import run_explore, run_replicas
@@ -239,6 +240,9 @@ SCENARIOS = {
     "experts": run_experts,
     "fresh experts": run_fresh_experts,
     "expert ranks": run_expert_ranks,
+    "moved experts": run_moved_experts,
+    "moved formats": run_moved_formats,
+    "fresh moved experts": run_fresh_moved_experts,
     "lora": run_lora,
     "fresh lora": run_fresh_lora,
     "adapters": run_adapters,
