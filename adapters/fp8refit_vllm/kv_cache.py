@@ -15,7 +15,9 @@ from fp8refit.tracing.rules import Why
 _FP8 = ("fp8", "fp8_e4m3")
 _READS_TENSORS = frozenset({"FLASH_ATTN", "FLASH_ATTN_DIFFKV", "FLEX_ATTENTION", "TRITON_ATTN", "TRITON_ATTN_DIFFKV"})
 """Attention backends whose kernels read the scales from device tensors at run time."""
-_READS_NUMBERS = frozenset({"CPU_ATTN", "FLASHINFER"})
+_LATENTS_READ_TENSORS = frozenset({"FLASHMLA", "TRITON_MLA"})
+"""The same of latent attention."""
+_READS_NUMBERS = frozenset({"CPU_ATTN", "FLASHINFER", "FLASHINFER_MLA"})
 """Attention backends that take the scales as Python numbers, which a CUDA graph freezes."""
 
 
@@ -87,8 +89,11 @@ def _scales_of(attention: Any) -> tuple[KvScale, ...]:
     if not _is_fp8(attention):
         return ()
     # Queries are quantized only by layers that have an operation for it; elsewhere nothing reads their scale.
-    kinds = ("k",) if _is_latent(attention) else ("k", "v")
-    if getattr(attention, "query_quant", None) is not None:
+    quantizes = getattr(attention, "query_quant", None) is not None
+    kinds: tuple[str, ...] = ("k", "v")
+    if _is_latent(attention):
+        kinds, quantizes = ("k",), getattr(attention.impl, "supports_quant_query_input", False)
+    if quantizes:
         kinds = ("q", *kinds)
     return tuple(
         KvScale(
@@ -118,17 +123,16 @@ def _why_not_written(attention: Any, *, has_graphs: bool) -> Why:
         return f"stores its cache as {attention.kv_cache_dtype}", 'Boot with kv_cache_dtype="fp8"'
     if attention._k_scale.numel() != 1:
         return "has one scale per head", "Boot from a checkpoint without kv_cache_scheme"
+    backend, others = _backend_of(attention), '"FLASH_ATTN" or "TRITON_ATTN"'
     if _is_latent(attention):
-        return "stores keys and values as latents", "fp8refit does not set the scales of latent caches yet"
-    backend = _backend_of(attention)
-    if backend in _READS_TENSORS or (backend in _READS_NUMBERS and not has_graphs):
+        others = '"TRITON_MLA" or "FLASHMLA"'
+    is_read = backend in _READS_TENSORS | _LATENTS_READ_TENSORS
+    if is_read or (backend in _READS_NUMBERS and not has_graphs):
         return None
     if backend in _READS_NUMBERS:
         reason = f"its backend {backend} takes scales as numbers, which CUDA graphs freeze"
-        return reason, 'Boot with attention_backend="FLASH_ATTN" or "TRITON_ATTN", or with enforce_eager=True'
-    return f"its backend {backend} is not known to read scales at run time", (
-        'Boot with attention_backend="FLASH_ATTN" or "TRITON_ATTN"'
-    )
+        return reason, f"Boot with attention_backend={others}, or with enforce_eager=True"
+    return f"its backend {backend} is not known to read scales at run time", f"Boot with attention_backend={others}"
 
 
 def _reasons_not_to_measure(
@@ -188,6 +192,9 @@ def reset_kv_scales(model: nn.Module) -> None:
 def _write_kv_scale_copies(module: Any, kind: str, value: float) -> None:
     """Update an attention layer's copies of a scale: a Python number, a host tensor, and products of scales."""
     setattr(module, f"_{kind}_scale_float", value)
+    if kind == "k" and _is_latent(module):  # latents are values too, and their boot gives both the same scale
+        module._v_scale.fill_(value)
+        _write_kv_scale_copies(module, "v", value)
     if getattr(module, "calculate_kv_scales", False):
         module.calculate_kv_scales = False  # or the next forward would recompute the scales (0.26)
     on_host = getattr(module, f"_{kind}_scale_cpu", None)

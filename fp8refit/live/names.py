@@ -58,10 +58,10 @@ def is_kv_scale(name: str) -> bool:
 def attention_name(module: str) -> str:
     """The checkpoint's name for an engine's attention module: engines wrap the operation in a module of its own.
 
-    >>> attention_name("model.layers.0.self_attn.attn")
-    'model.layers.0.self_attn'
+    >>> attention_name("model.layers.0.self_attn.attn"), attention_name("model.layers.0.self_attn.mla_attn.mla_attn")
+    ('model.layers.0.self_attn', 'model.layers.0.self_attn')
     """
-    return module.removesuffix(".attn")
+    return module.removesuffix(".mla_attn.mla_attn").removesuffix(".attn")
 
 
 def other_spellings(name: str) -> tuple[str, ...]:

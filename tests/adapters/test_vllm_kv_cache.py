@@ -43,6 +43,11 @@ class MLAAttention(Attention):
     """Latents."""
 
 
+def latents(backend, *, quantizes_queries=False, **options):
+    impl = {"supports_quant_query_input": quantizes_queries} | options.pop("impl", {})
+    return MLAAttention(backend=backend, kv_lora_rank=512, attn_type="", impl=impl, **options)
+
+
 class ChunkedLocalAttention(Attention):
     """Attends otherwise."""
 
@@ -142,6 +147,36 @@ def test_backends_that_read_tensors_are_written_graphs_or_not(backend, graphs):
     assert read(Attention(backend=backend), worker=worker_of(graphs)).refusals == ()
 
 
+@pytest.mark.parametrize("backend", ["TRITON_MLA", "FLASHMLA"])
+@pytest.mark.parametrize("graphs", [True, False, None])
+def test_backends_for_latents_that_read_tensors_are_written_graphs_or_not(backend, graphs):
+    cache = read(latents(backend), worker=worker_of(graphs))
+    assert cache.refusals == ()
+    (refusal,) = map(str, cache.prefill_refusals)
+    assert refusal.endswith("not plain causal attention. Give the scales instead (kv_scales=)")
+
+
+def test_a_backend_for_latents_that_is_given_numbers_is_refused_in_full_graphs_alone():
+    assert read(latents("FLASHINFER_MLA")).refusals == ()
+    (refusal,) = map(str, read(latents("FLASHINFER_MLA"), worker=worker_of(True)).refusals)
+    assert refusal.endswith('Boot with attention_backend="TRITON_MLA" or "FLASHMLA", or with enforce_eager=True')
+
+
+def test_latents_have_one_scale_which_is_written_for_keys_and_values_and_queries_another_where_they_are_quantized():
+    plain, quantizing = (
+        latents("TRITON_MLA"),
+        latents("FLASHINFER_MLA", quantizes_queries=True, impl={"bmm1_scale": 1.0}),
+    )
+    first, second = read(plain, quantizing).layers
+    assert [[scale.kind for scale in layer.scales] for layer in (first, second)] == [["k"], ["q", "k"]]
+    for scale, value in zip(second.scales, (3.0, 4.0), strict=True):
+        scale.write_copies(value)
+    floats = [getattr(quantizing, f"_{kind}_scale_float") for kind in ("q", "k", "v", "prob")]
+    assert floats == [3.0, 4.0, 4.0, 1.0]
+    assert (quantizing._k_scale_cpu.item(), quantizing._v_scale_cpu.item()) == (4.0, 4.0)
+    assert (quantizing._v_scale.item(), quantizing.impl.bmm1_scale) == (4.0, None)
+
+
 @pytest.mark.parametrize("backend", ["FLASHINFER", "CPU_ATTN"])
 def test_backends_that_are_given_numbers_are_refused_in_full_graphs_alone(backend):
     attention = Attention(backend=backend)
@@ -159,7 +194,12 @@ def test_backends_that_are_given_numbers_are_refused_in_full_graphs_alone(backen
         (Attention(dtype="fp8_e5m2"), "stores its cache as fp8_e5m2", 'kv_cache_dtype="fp8"'),
         (Attention(dtype="fp8_per_token_head"), "stores its cache as fp8_per_token_head", 'kv_cache_dtype="fp8"'),
         (Attention(scale_shape=(2,)), "has one scale per head", "without kv_cache_scheme"),
-        (MLAAttention(kv_lora_rank=512), "stores keys and values as latents", "latent caches"),
+        (
+            latents("CUTLASS_MLA"),
+            "backend CUTLASS_MLA is not known to read",
+            'attention_backend="TRITON_MLA" or "FLASHMLA"',
+        ),
+        (latents("FLASHMLA_SPARSE", dtype="fp8_ds_mla"), "stores its cache as fp8_ds_mla", 'kv_cache_dtype="fp8"'),
     ],
 )
 def test_scales_that_cannot_be_changed_are_refused_with_what_to_set(attention, reason, remedy):

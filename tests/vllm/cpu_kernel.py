@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import cpu_experts
 import cpu_fp8_cache
+import cpu_fp8_latent
 import cpu_mxfp8
 import cpu_nvfp4
 import torch
@@ -95,6 +96,7 @@ def register(kind: str) -> None:
     torch.cpu._is_amx_tile_supported = lambda: False
     cpu_experts.register(kind)
     cpu_fp8_cache.register()
+    cpu_fp8_latent.register()
     cpu_mxfp8.register(kind)
     cpu_nvfp4.register(kind)
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, KERNELS[kind])

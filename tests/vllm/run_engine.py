@@ -49,7 +49,7 @@ from fp8refit_vllm import rollout
 from kept_copies import run_gates, run_joined, run_packed_head, run_sinks
 from killed import run_killed
 from kv_cache import run_kv_cache
-from latent import run_fresh_latent, run_latent
+from latent import run_fresh_latent, run_latent, run_latent_cache
 from layouts import run_fresh_layout, run_layout
 from live_engine import run_live
 from lora import run_adapters, run_fresh_adapters, run_fresh_lora, run_lora
@@ -283,6 +283,7 @@ SCENARIOS = {
     "refusals": run_refusals,
     "latent": run_latent,
     "fresh latent": run_fresh_latent,
+    "latent cache": run_latent_cache,
     "container": run_container,
     "layout": run_layout,
     "fresh layout": run_fresh_layout,

@@ -10,7 +10,7 @@ from fp8refit.checkpoint import quantize_checkpoint
 from fp8refit.live.layout import EngineLayout
 from tests.tiny_models import save_model
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(280)]
 
 CASES = [("deepseek_v3", "ue8m0"), ("deepseek_v2", "fp32")]
 NAMES = [f"{family}-{kernel}" for family, kernel in CASES]
@@ -99,3 +99,44 @@ def test_tensors_of_two_ranks_stay_in_place_and_a_policy_comes_back(split):
     assert policies["moved"] == [[], []]
     first, second, third = policies["rounds"]
     assert first["live"] == third["live"] != second["live"]
+
+
+@pytest.fixture(scope="module")
+def cache(run_engine, tmp_path_factory):
+    """Engines whose latents are in FP8. What stores and reads them is the tests' own (`cpu_fp8_latent.py`)."""
+    return run_engine("latent cache", family="deepseek_v3", work=tmp_path_factory.mktemp("cache"))
+
+
+@pytest.mark.parametrize("scales", ["ones", "sent"])
+def test_an_engine_with_latents_in_fp8_holds_and_says_what_a_fresh_one_does_under_the_same_scales(scales, cache):
+    """vLLM's own method for KV scales has given them to the fresh one."""
+    refitted, fresh = cache[scales], cache["fresh"][scales]
+    assert refitted["live"] == fresh["live"]
+    assert refitted["copies"] == fresh["copies"]
+    assert refitted["outputs"] == fresh["outputs"]
+
+
+def test_scales_of_latents_are_given_with_weights_and_sent_among_them(cache):
+    ones, given, sent = (cache[kind]["copies"] for kind in ("ones", "given", "sent"))
+    prefix = "model.layers.1.self_attn.mla_attn.mla_attn"
+    copies = [f"{prefix}._{kind}_scale{form}" for kind in "kv" for form in ("", "_float", "_cpu")]
+    assert [{found[copy] for copy in copies} for found in (ones, given, sent)] == [
+        {1.0},
+        {1.0},
+        {cache["reported"]["model.layers.1.self_attn.k_scale"]},
+    ]
+    assert given[f"{prefix.replace('1', '0')}._k_scale"] == 0.5
+    assert sent[f"{prefix}._q_scale"] == 1.0
+    assert cache["ones"]["outputs"] != cache["sent"]["outputs"]
+
+
+def test_scales_of_latents_stay_without_new_ones_and_after_a_refit_that_failed(cache):
+    assert cache["kept"] == cache["sent"]["copies"]
+    assert cache["broken"]["error"] == "NonFiniteError"
+    assert cache["healed"] == cache["sent"]
+
+
+def test_scales_of_latents_are_not_measured(cache):
+    assert cache["measured"]["error"] == "UnsupportedEngineError"
+    assert "is MLAAttention" in cache["measured"]["message"]
+    assert "Give the scales instead" in cache["measured"]["message"]
