@@ -44,6 +44,7 @@ _LLM, _ASYNC_LLM = f"{_ENGINE}.llm_engine.LLMEngine", f"{_ENGINE}.async_llm.Asyn
 _OUTPUTS = f"{_ENGINE}.output_processor.OutputProcessor"
 _RELOAD, _REFUSED = "vllm.model_executor.model_loader.reload.layerwise", "vllm.exceptions.GracefulHTTPError"
 _LORA = "vllm.lora"
+_EPLB = "vllm.distributed.eplb.eplb_state"
 _MODELS, _EXECUTOR = "vllm.model_executor", "vllm.v1.executor.multiproc_executor.MultiprocExecutor"
 
 NEEDED = (
@@ -129,6 +130,14 @@ SEAMS = (
             "vllm.v1.core.sched.scheduler.Scheduler.set_pause_state(scheduler,0)",
         ),
         without="boot replicas as engines of their own (data_parallel_size=1)",
+    ),
+    Seam(
+        purpose="experts that move between ranks (EPLB)",
+        names=(
+            *within(f"{_EPLB}.EplbState()", "model_states is_async parallel_config"),
+            *within(f"{_EPLB}.EplbModelState", "physical_to_logical_map model"),
+        ),
+        without="boot without enable_eplb",
     ),
     Seam(
         purpose="requests that go on with their KV",

@@ -1,10 +1,10 @@
 """Experts that vLLM moves between ranks while it runs (EPLB): which are where, and whether any have moved.
 
-vLLM moves them in a step, on the thread that also refits. Only what moves them in the background begins between steps: it copies
-experts apart, and a later step takes the copies. Those of an older policy must not be taken after a refit.
+It moves them in a step, on the thread that also refits. In the background it may copy some apart, between steps, for a later
+step to take. After a refit, those would be an older policy's.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +13,13 @@ from fp8refit.live.slots import Refusal
 from fp8refit.tracing.stored import is_experts
 from fp8refit.transport.memory.cuda_driver import is_mapped
 
-_REMEDY = 'Boot with eplb_config={"use_async": False}, or without enable_eplb'
+_ELASTIC = "moves experts to other numbers of ranks", "Boot without enable_elastic_ep"
+_BACKGROUND = (
+    "moves experts in the background",
+    'Boot with eplb_config={"use_async": False}, or a vLLM that has `drain_async`',
+)
+_OF_DRAFT = "moves those of its draft too", "Boot without enable_eplb or speculative_config"
+_LOST = "no longer knows where its experts are", "Sleep at level 1, or boot without enable_eplb"
 
 
 class ExpertPlaces:
@@ -26,7 +32,14 @@ class ExpertPlaces:
     def __init__(self, worker: Any) -> None:
         self._state = getattr(worker.model_runner, "eplb_state", None)
         self._maps = self._read()
-        self.held = dict(self._find())
+        layers = [
+            (each.model, layer, experts)
+            for each, places in zip(self._models, self._maps or (), strict=False)
+            for layer, experts in zip(each.model.moe_layers, places, strict=True)
+        ]
+        self._are_lost = any(set(experts) != set(range(model.num_logical_experts)) for model, _, experts in layers)
+        found = ((module, experts) for _, layer, experts in layers for module in layer.modules() if is_experts(module))
+        self.held = {} if self._are_lost else {module: _own(module, experts) for module, experts in found}
         """Layers of experts that may move, and the number of the expert in each row of their stacks."""
 
     @property
@@ -42,11 +55,15 @@ class ExpertPlaces:
         """
         if self._state is None:
             return ()
-        reasons = {"moves experts to other numbers of ranks": self._state.parallel_config.enable_elastic_ep}
-        if not hasattr(self._state, "drain_async"):
-            reasons["moves experts in the background, which this vLLM cannot end"] = self._state.is_async
-        reasons["moves those of its draft too"] = any(not self.held.keys().isdisjoint(d.modules()) for d in drafts)
-        return tuple(Refusal(module="experts", reason=why, remedy=_REMEDY) for why, is_so in reasons.items() if is_so)
+        reasons = {
+            _ELASTIC: self._state.parallel_config.enable_elastic_ep,
+            _BACKGROUND: self._state.is_async and not hasattr(self._state, "drain_async"),
+            _OF_DRAFT: not self.held.keys().isdisjoint(module for draft in drafts for module in draft.modules()),
+            _LOST: self._are_lost,
+        }
+        return tuple(
+            Refusal(module="experts", reason=why, remedy=remedy) for (why, remedy), is_so in reasons.items() if is_so
+        )
 
     def have_moved(self) -> bool:
         """Whether any expert has moved since."""
@@ -54,23 +71,18 @@ class ExpertPlaces:
         return now is not None and now != self._maps
 
     def _read(self) -> list[list[list[int]]] | None:
-        """vLLM's maps: for each model, layer and place among all ranks, the expert. None if they sleep."""
+        """Return the expert at each place among all ranks, by model and layer; None while vLLM's maps are asleep."""
         maps = [each.physical_to_logical_map for each in self._models]
-        return None if any(each.is_cuda and not is_mapped(each.data_ptr()) for each in maps) else list(map(_listed, maps))
+        is_asleep = any(each.is_cuda and not is_mapped(each.data_ptr()) for each in maps)
+        return None if is_asleep else [each.tolist() for each in maps]
 
     @property
     def _models(self) -> list[Any]:
         return [] if self._state is None else list(self._state.model_states.values())
 
-    def _find(self) -> Iterator[tuple[nn.Module, list[int]]]:
-        for model, places in zip(self._models, self._maps or (), strict=False):
-            for layer, experts in zip(model.model.moe_layers, places, strict=True):
-                for module in filter(is_experts, layer.modules()):
-                    yield module, _own(module, experts)
-
 
 def end_moves(worker: Any) -> None:
-    """Discard what is being moved in the background. Every rank calls this, between steps."""
+    """Discard what was copied apart in the background. Every rank calls this, between steps."""
     state = getattr(worker.model_runner, "eplb_state", None)
     if state is not None and state.is_async:
         state.drain_async()
@@ -79,8 +91,3 @@ def end_moves(worker: Any) -> None:
 def _own(module: Any, experts: Sequence[int]) -> list[int]:
     """Those of a layer's experts that this rank holds."""
     return [expert for expert, row in zip(experts, module._expert_map.tolist(), strict=True) if row >= 0]
-
-
-def _listed(places: Tensor) -> list[list[int]]:
-    found: list[list[int]] = places.tolist()
-    return found

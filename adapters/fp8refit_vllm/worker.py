@@ -251,8 +251,9 @@ class WorkerModel:
         network, config, places = self.network, self._worker.vllm_config, ExpertPlaces(self._worker)
         has_noise = has_dummy_weights(config.load_config)
         apart = () if self._draft is None else (self._draft.network,)
-        options = {"has_noise": has_noise, "apart": apart, "experts": places.held}
-        inventory = inventory_of(network, VllmRules(), self._twin, **options)
+        inventory = inventory_of(
+            network, VllmRules(), self._twin, has_noise=has_noise, apart=apart, experts=places.held
+        )
         kv = replace(read_kv_cache(self._worker, network), before_write=self._reset_dummy_scales)
         scales = {} if has_noise else getattr(self._worker.model_runner, _SCALES, {})
         restored, without = restore_activation_scales(network, scales)

@@ -72,11 +72,11 @@ class Watch:
         return [each.as_strided((size,), (1,)).view(torch.uint8) for each, size in zip(parameters, sizes, strict=True)]
 
     def sample(self) -> Tensor:
-        """Copy the first bytes of every parameter that stays, which are others after a write of a policy, whatever writes it."""
+        """Copy the first bytes of every parameter that never moves, which are others after a write of a policy by anybody."""
         return torch.cat(self._samples)
 
     def was_any_replaced(self) -> bool:
-        """Whether any module now holds a different tensor, or the same one with another storage or, if it moves, other weights."""
+        """Whether any module now holds a different tensor, or this one with another storage, or other weights in it."""
         held = [holder.get(key) for holder, key in self._places]
         is_other = any(map(is_not, held, self._tensors))
         return is_other or list(map(Tensor.data_ptr, self._tensors)) != self._addresses or self._has_moved()

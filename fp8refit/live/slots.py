@@ -381,7 +381,7 @@ class Inventory:
     the slots do not come from a loader."""
 
     has_moved: Callable[[], bool] = lambda: False
-    """Whether the engine has moved weights between live tensors since this was read, so that slots are other weights' places."""
+    """Whether the engine has moved weights between live tensors since this was read, so that slots have other names."""
     moving: tuple[Tensor, ...] = ()
     """The live tensors between which it does."""
 

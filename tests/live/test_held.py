@@ -137,6 +137,13 @@ def test_a_glance_sees_one_of_several_layers_that_are_alike(place, is_seen):
     assert holdings.have_changed()
 
 
+def test_what_a_helper_of_a_module_keeps_may_be_left_out():
+    model = nn.Sequential(Attention())
+    model[0].impl = SimpleNamespace(own=Record(fresh()), other=fresh())
+    found = Holdings(model, lambda module: ["impl.own", "impl.absent.own", "absent.own"]).search()
+    assert names(found) == ["0.impl.other", "0.table", "0.weight"]
+
+
 def test_paths_name_the_way():
     layer = Attention()
     layer.impl.sinks, layer.copies, layer.call = fresh(), {"q": [fresh()]}, closure()

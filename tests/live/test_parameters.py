@@ -61,3 +61,24 @@ def test_another_layout_has_moved():
     watch = Watch(live_tensors(model))
     model[0].weight.data = model[0].weight.data.t()
     assert moved(watch) == ["0.weight"]
+
+
+def test_weights_that_the_engine_has_moved_from_one_tensor_to_another_have_moved():
+    model, has_moved = make_module(), []
+    watch = Watch(live_tensors(model), lambda: bool(has_moved), (model[0].weight,))
+    assert not watch.was_any_replaced()
+    assert watch.moved() == []
+    has_moved.append(True)
+    assert watch.was_any_replaced()
+    assert watch.moved() == ["0.weight"]
+
+
+def test_a_sample_is_the_same_after_weights_have_moved_and_another_after_others_were_written():
+    model = make_module()
+    watch = Watch(live_tensors(model), moving=(model[0].weight,))
+    before = watch.sample()
+    with torch.no_grad():
+        model[0].weight.fill_(3)
+        assert torch.equal(watch.sample(), before)
+        model[0].bias.fill_(3)
+        assert not torch.equal(watch.sample(), before)

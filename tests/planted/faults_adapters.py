@@ -11,6 +11,26 @@ TRAINERS = "fp8refit/sources/sharded/trainer_group.py"
 
 FAULTS = [
     Fault(
+        name="experts of the old policy are put in place after a refit",
+        at="adapters/fp8refit_vllm/eplb.py::end_moves",
+        before="state.drain_async()",
+        found_by="tests/adapters/test_vllm_eplb.py",
+    ),
+    Fault(
+        name="experts that have moved since a refit was prepared are written where they were",
+        at="adapters/fp8refit_vllm/lora.py::LoraTarget.begin",
+        before="self.is_current(prepared) and prepared.inventory.has_moved()",
+        after="False",
+        found_by="tests/vllm/test_moved_experts.py -k after_a_refit_was_prepared",
+    ),
+    Fault(
+        name="latents are attended to as values by the scale of another policy",
+        at="adapters/fp8refit_vllm/kv_cache.py::_write_kv_scale_copies",
+        before='kind == "k" and _is_latent(module)',
+        after="False",
+        found_by="tests/adapters/test_vllm_kv_cache.py -k latents",
+    ),
+    Fault(
         name="replies after an error are taken for those to the next call",
         at=f"{CORE}::_AllReplies.__iter__",
         before="unread.num_due += 1",

@@ -146,6 +146,13 @@ FAULTS = [
         found_by=FUZZER,
     ),
     Fault(
+        name="experts that have moved are written where they were loaded",
+        at="fp8refit/tracing/moved.py::with_experts",
+        before="copy._replace(source=source)",
+        after="copy",
+        found_by="tests/tracing/test_moved.py",
+    ),
+    Fault(
         name="constants stay the noise of a dummy boot",
         at="fp8refit/tracing/inventory.py::inventory_of",
         before="refreshes_of_constants(model, traced, rules.kept) if has_noise else ()",

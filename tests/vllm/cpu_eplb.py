@@ -131,7 +131,9 @@ def is_moving(worker) -> list:
 def row_digests(worker) -> list[list[str]]:
     """A sha256 of every row of each layer's experts."""
     layers = [
-        module for module in worker.model_runner.get_model().modules() if "w13_weight" in dict(module.named_parameters())
+        module
+        for module in worker.model_runner.get_model().modules()
+        if "w13_weight" in dict(module.named_parameters())
     ]
     return [
         [" ".join(digest(tensor[row]) for tensor in layer.parameters()) for row in range(len(layer.w13_weight))]

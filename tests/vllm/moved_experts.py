@@ -25,19 +25,22 @@ PLACES = {
     "files": [[3, 2, 1, 0, 3, 2], [2, 2, 3, 3, 1, 0]],
     "broadcast": [[0, 1, 2, 3, 1, 1], [3, 0, 3, 1, 2, 3]],
     "broadcast again": [[1, 3, 2, 0, 0, 1], [1, 0, 3, 1, 2, 2]],
+    "broadcast in float32": [[0, 1, 1, 3, 2, 2], [3, 3, 2, 0, 1, 1]],
 }
-"""By layer. Every one but the last of a pair puts other experts onto a rank in both layers."""
+"""By layer, for each route. They put other experts onto each rank."""
 
 
 def pushes(subject: Subject, policy: dict, files: Path) -> dict[str, Callable[[], Any]]:
-    broadcaster = Broadcaster([subject.llm], timeout_s=30.0)
+    broadcaster, refitter = Broadcaster([subject.llm], timeout_s=30.0), Refitter(subject.llm)
+    refitter.refit(policy)
     return {
-        "mapped": lambda: subject.refit(policy),
-        "mapped again": lambda: subject.refit(policy),
+        "mapped": lambda: refitter.refit(policy),
+        "mapped again": lambda: refitter.refit(policy),
         "stream": lambda: subject.refit(iter(policy.items())),
         "files": lambda: subject.refit(files),
         "broadcast": lambda: broadcaster.push(policy),
         "broadcast again": lambda: broadcaster.push(policy),
+        "broadcast in float32": lambda: broadcaster.push({name: tensor.float() for name, tensor in policy.items()}),
     }
 
 

@@ -18,7 +18,9 @@ def observe(worker, what: str, *arguments) -> object:
     try:
         return {
             "rank": number_of(worker),
-            "found": (OBSERVATIONS | faults.FAULTS | drop_ins.OBSERVATIONS | cpu_eplb.OBSERVATIONS)[what](worker, *arguments),
+            "found": (OBSERVATIONS | faults.FAULTS | drop_ins.OBSERVATIONS | cpu_eplb.OBSERVATIONS)[what](
+                worker, *arguments
+            ),
         }
     except Exception as error:  # noqa: BLE001
         return {"rank": number_of(worker), "error": repr(error)}

@@ -11,7 +11,7 @@ from tests.tiny_models import save_model
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(280)]
 FAMILY = "qwen3_moe"
 AT_FIRST = "at first"
-KINDS = (AT_FIRST, "mapped", "mapped again", "stream", "files", "broadcast", "broadcast again")
+KINDS = (AT_FIRST, "mapped", "mapped again", "stream", "files", "broadcast", "broadcast again", "broadcast in float32")
 FORMATS = [("qwen3_moe", "fp8_per_tensor"), ("qwen3_moe_many", "modelopt, nvfp4 in tiles")]
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -66,9 +66,7 @@ def test_a_policy_is_found_where_its_experts_have_moved(kind, refitted):
 def test_a_policy_without_an_expert_is_refused_by_name(refitted):
     faults = refitted["faults"]
     assert faults["lacking"]["error"] == "InvalidSourceError"
-    assert faults["lacking"]["named"] == [
-        "model.layers.1.mlp.experts.down_proj: missing, whole and expert by expert"
-    ]
+    assert faults["lacking"]["named"] == ["model.layers.1.mlp.experts.down_proj: missing, whole and expert by expert"]
     assert faults["untouched"]
 
 
