@@ -4,7 +4,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from fp8refit.errors import UnsupportedEngineError
-from fp8refit_vllm.compat import WORKER, is_async_client, loads_plugin
+from fp8refit_vllm.compat import WORKER, is_async_client, keeping_connectors, loads_plugin
 from fp8refit_vllm.core_compat import cores_of, steps_with_others
 from fp8refit_vllm.worker import EXTENSION_METHOD, PLUGIN_METHOD
 
@@ -19,15 +19,20 @@ def method_of(config: Any) -> str:
 
 
 def check_layout(config: Any, client: Any = None) -> None:
-    """Refuse an engine whose client sees only a part of it.
+    """Refuse an engine whose client sees only a part of it, or that would serve KV of the old policy.
 
     Args:
         config: The engine's `VllmConfig`.
         client: The client of its cores; None for a worker.
 
     Raises:
-        UnsupportedEngineError: Its experts are spread over replicas that the client does not reach.
+        UnsupportedEngineError: Its experts are spread over replicas that the client does not reach; or a KV connector keeps KV.
     """
+    if kept := keeping_connectors(getattr(config, "kv_transfer_config", None)):
+        raise UnsupportedEngineError(
+            f"this engine would give KV of the old policy to later requests: vLLM cannot make {', '.join(kept)} drop what it "
+            "keeps; boot it without, or with OffloadingConnector"
+        )
     num_replicas = config.parallel_config.data_parallel_size
     if steps_with_others(config) and len(cores_of(client)) < num_replicas:
         raise UnsupportedEngineError(

@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 from inspect import currentframe, isawaitable, signature
 from pathlib import Path
 from pkgutil import resolve_name
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,6 +33,11 @@ _MX_PROBES = (480.0, 462.0, 450.0, 448.0, 256.0, 255.0, 1.75, 1.0, 0.0)
 """Maxima of which the rules of MXFP8 make different scales."""
 MX_SCALES = (torch.uint8, torch.float8_e8m0fnu)
 """dtypes of exponents."""
+_CONNECTOR: dict[str, Any] = {"kv_connector_module_path": None, "kv_connector_extra_config": {}}
+_PASS_ON = frozenset(
+    "MooncakeConnector MoRIIOConnector NixlConnector NixlPullConnector NixlPushConnector P2pNcclConnector".split()  # noqa: SIM905
+)
+"""KV connectors that hold KV only until the engine that decodes has it."""
 _DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 
@@ -44,7 +50,7 @@ _LLM, _ASYNC_LLM = f"{_ENGINE}.llm_engine.LLMEngine", f"{_ENGINE}.async_llm.Asyn
 _OUTPUTS = f"{_ENGINE}.output_processor.OutputProcessor"
 _RELOAD, _REFUSED = "vllm.model_executor.model_loader.reload.layerwise", "vllm.exceptions.GracefulHTTPError"
 _LORA = "vllm.lora"
-_EPLB = "vllm.distributed.eplb.eplb_state"
+_EPLB, _CONNECTORS = "vllm.distributed.eplb.eplb_state", "vllm.distributed.kv_transfer.kv_connector"
 _MODELS, _EXECUTOR = "vllm.model_executor", "vllm.v1.executor.multiproc_executor.MultiprocExecutor"
 
 NEEDED = (
@@ -130,6 +136,14 @@ SEAMS = (
             "vllm.v1.core.sched.scheduler.Scheduler.set_pause_state(scheduler,0)",
         ),
         without="boot replicas as engines of their own (data_parallel_size=1)",
+    ),
+    Seam(
+        purpose="KV connectors",
+        names=(
+            f"{_CONNECTORS}.v1.base.KVConnectorBase_V1.reset_cache(connector)",
+            f"{_CONNECTORS}.factory.KVConnectorFactory.get_connector_class(transfer)",
+        ),
+        without="boot without kv_transfer_config",
     ),
     Seam(
         purpose="experts that move between ranks (EPLB)",
@@ -409,6 +423,23 @@ def has_dummy_weights(load_config: Any) -> bool:
     """Whether a model was booted with dummy weights."""
     load_format = load_config.load_format
     return str(getattr(load_format, "value", load_format)) == "dummy"
+
+
+def keeping_connectors(transfer: Any) -> list[str]:
+    """KV connectors that keep KV for later requests, and that vLLM cannot make drop it.
+
+    Args:
+        transfer: vLLM's `KVTransferConfig`, if there is one.
+    """
+    name = getattr(transfer, "kv_connector", None)
+    if name is None or name in _PASS_ON:
+        return []
+    if name == "MultiConnector":
+        parts = transfer.kv_connector_extra_config.get("connectors", ())
+        return [each for part in parts for each in keeping_connectors(SimpleNamespace(**_CONNECTOR | part))]
+    base = resolve_name(f"{_CONNECTORS}.v1.base.KVConnectorBase_V1")
+    kind = resolve_name(f"{_CONNECTORS}.factory.KVConnectorFactory").get_connector_class(transfer)
+    return [name] if kind.reset_cache is base.reset_cache else []
 
 
 def draft_method(config: Any) -> str | None:

@@ -25,7 +25,6 @@ PLACES = {
     "files": [[3, 2, 1, 0, 3, 2], [2, 2, 3, 3, 1, 0]],
     "broadcast": [[0, 1, 2, 3, 1, 1], [3, 0, 3, 1, 2, 3]],
     "broadcast again": [[1, 3, 2, 0, 0, 1], [1, 0, 3, 1, 2, 2]],
-    "broadcast in float32": [[0, 1, 1, 3, 2, 2], [3, 3, 2, 0, 1, 1]],
 }
 """By layer, for each route. They put other experts onto each rank."""
 
@@ -40,7 +39,6 @@ def pushes(subject: Subject, policy: dict, files: Path) -> dict[str, Callable[[]
         "files": lambda: subject.refit(files),
         "broadcast": lambda: broadcaster.push(policy),
         "broadcast again": lambda: broadcaster.push(policy),
-        "broadcast in float32": lambda: broadcaster.push({name: tensor.float() for name, tensor in policy.items()}),
     }
 
 
