@@ -1,11 +1,14 @@
 """A latent cache (MLA) in FP8 for vLLM on a CPU, whose backend for latents stores BF16 alone (`CPUMLABackend`).
 
+Older versions of vLLM have no such backend.
+
 Layers, scales, block tables and slots are vLLM's. As in vLLM's Triton kernel, whose name it goes by, the scale is read from the
 layer's tensor when a latent is stored and when it is attended to, as key and as value.
 """
 
+from importlib.util import find_spec
+
 import torch
-from vllm.v1.attention.backends.mla import cpu_mla
 
 FP8 = torch.float8_e4m3fn
 LIMIT = torch.finfo(FP8).max
@@ -13,6 +16,10 @@ LIMIT = torch.finfo(FP8).max
 
 def register() -> None:
     """Let engines in this process have `kv_cache_dtype="fp8"` with latent attention."""
+    if find_spec("vllm.v1.attention.backends.mla.cpu_mla") is None:
+        return
+    from vllm.v1.attention.backends.mla import cpu_mla
+
     backend, impl = cpu_mla.CPUMLABackend, cpu_mla.CPUMLAImpl
     if "fp8" in backend.supported_kv_cache_dtypes:
         return
