@@ -24,7 +24,7 @@ class Saved(NamedTuple):
     name: str
     meta: TensorMeta
     places: Copy | None
-    """Where its elements come from; see `Trace.places_of`."""
+    """Where its elements come from; None if that is not known, or not one tensor. See `Trace.places_of`."""
 
 
 def save_alike(

@@ -213,7 +213,11 @@ def _save(model: Any, state: Mapping[str, Tensor]) -> list[Saved]:
         trace.note(name, tensor)
     with trace:
         saved: dict[str, Tensor] = revert_weight_conversion(model, dict(state))
-    return [Saved(name, TensorMeta.of(tensor), trace.places_of(tensor)) for name, tensor in saved.items()]
+    places = {name: trace.places_of(tensor) for name, tensor in saved.items()}
+    return [
+        Saved(name, TensorMeta.of(tensor), places[name][0] if len(places[name]) == 1 else None)
+        for name, tensor in saved.items()
+    ]
 
 
 def _save_alike(model: Any, state: Mapping[str, Tensor]) -> list[Saved] | None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from math import prod
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._parameters.setdefault(storage_of(tensor), name)
         self._origins: dict[int, Origin] = {}
         self._joined: dict[int, list[tuple[range, Origin]]] = {}
-        """Storages made of ranges from several checkpoint tensors, one after another."""
+        """Storages made of ranges from several checkpoint tensors, one after another. Zeros have an origin without a name."""
         self._recipes: dict[int, Recipe | None] = {}
         self._numbers: dict[float, Tensor] = {}
         self._stand_ins = count(1)
@@ -73,21 +73,39 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor
 
     def note(self, name: str, tensor: Tensor) -> None:
-        """Let the dense, row-major `tensor` stand for the checkpoint tensor `name`."""
-        self._alive.append(tensor)
-        dims = zip(tensor.shape, tensor.stride(), tensor.stride(), strict=True)
-        self._recipes[storage_of(tensor)] = None
-        self._origins[storage_of(tensor)] = Origin.of(name, 0, (Mode(*dim) for dim in dims if dim[0] != 1))
+        """Let the dense, row-major `tensor` stand for the checkpoint tensor `name`, or for zeros that have none.
 
-    def places_of(self, tensor: Tensor) -> Copy | None:
-        """Describe where the elements of `tensor` come from, as a copy into a row-major tensor; None if not from one
-        source.
+        Others in the same storage may stand for others.
         """
-        origin = self._origins.get(storage_of(tensor))
+        self._alive.append(tensor)
+        self._recipes[storage_of(tensor)] = None
+        dims = zip(tensor.shape, tensor.stride(), tensor.stride(), strict=True)
+        origin = Origin.of(name, 0, (Mode(n, here, there if name else 0) for n, here, there in dims if n != 1))
+        if _is_dense(tensor):
+            self._origins[storage_of(tensor)] = origin
+        else:
+            start = int(tensor.storage_offset())
+            self._joined.setdefault(storage_of(tensor), []).append((range(start, start + tensor.numel()), origin))
+
+    def places_of(self, tensor: Tensor) -> list[Copy]:
+        """Describe where the elements of `tensor` come from, as copies into a row-major tensor; none if that is not known."""
         try:
-            return None if origin is None else copy_of("", 0, row_major(tensor.shape), origin, tensor)
-        except NoPatternError:
-            return None
+            return self._placed(tensor)
+        except (KeyError, NoPatternError):
+            return []
+
+    def _placed(self, tensor: Tensor) -> list[Copy]:
+        """See `places_of`.
+
+        Raises:
+            KeyError: It does not come from checkpoint tensors.
+            NoPatternError: Their elements are in no regular pattern.
+        """
+        storage = storage_of(tensor)
+        if storage not in self._joined:
+            return [copy_of("", 0, row_major(tensor.shape), self._origins[storage], tensor)]
+        into = torch.empty(tensor.shape, device="meta")
+        return self._copies_of_joined("", into, tensor, self._joined[storage])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Record what an operation does with known tensors.
@@ -123,6 +141,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for made in tree_leaves(out):
                 if isinstance(made, Tensor) and (writes or storage_of(made) not in read) and func not in _SHAPED_LIKE:
                     self._follow(func, args, kwargs or {}, tensors[0], made, is_only=made is out)
+            if func is aten.zeros_like.default:
+                self.note("", out)
         return out
 
     def _write(self, func: Any, into: Tensor, args: tuple[Any, ...], kwargs: Any) -> None:
@@ -156,6 +176,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _copy(self, name: str, into: Tensor, tensor: Tensor) -> None:
         storage = storage_of(tensor)
         origin, recipe = self._origins.get(storage), self._recipes.get(storage)
+        if origin is not None and not origin.source:
+            self.copies.append(nothing_into(name, into))
+            return
         if origin is not None:
             try:
                 places = copy_of(name, int(into.storage_offset()), into.stride(), origin, tensor.expand(into.shape))
@@ -261,11 +284,14 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with suppress(NoPatternError):
                 places = copy_of("", 0, made.stride(), origin, read)
                 self._origins[storage] = origin_of(places)
-                if made.dtype not in _HOLD_BF16:
-                    self.casts.add((origin.source, made.dtype))
-        if func is aten.cat.default and made.is_contiguous() and (len(args) < 2 or args[1] == 0):
+        elif made.is_contiguous():
             with suppress(KeyError, NoPatternError):
-                self._joined[storage] = self._join(args[0])
+                self._joined[storage] = self._join(_rows_joined(func, args))
+        if func in CLONES and made.dtype not in _HOLD_BF16:
+            found = (
+                [self._origins[storage]] if storage in self._origins else [o for _, o in self._joined.get(storage, ())]
+            )
+            self.casts |= {(each.source, made.dtype) for each in found if each.source}
 
     def _recipe_of(self, func: Any, args: tuple[Any, ...], kwargs: Any, made: Tensor) -> Recipe | None:
         """Return the recipe for `made`, which `func` made or changed; None if it read something unknown."""
@@ -284,14 +310,14 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return where each range of a storage comes from, if `tensors` are concatenated in it.
 
         Raises:
-            KeyError: A tensor does not come from a single checkpoint tensor.
+            KeyError: A tensor does not come from checkpoint tensors.
             NoPatternError: A tensor's order is not a regular pattern.
         """
-        found, end = [], 0
+        found, end = list[tuple[range, Origin]](), 0
         for tensor in tensors:
-            origin = self._origins[storage_of(tensor)]
-            places = copy_of("", 0, row_major(tensor.shape), origin, tensor)
-            found.append((range(end, end + tensor.numel()), origin_of(places)))
+            for places in self._placed(tensor):
+                start = end + places.into
+                found.append((range(start, start + prod(run.size for run in places.runs)), origin_of(places)))
             end += tensor.numel()
         return found
 
@@ -307,9 +333,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         recipe = self._recipes.get(storage)
         if recipe is not None:
             return _view_of(recipe, tensor)
-        if storage in self._origins:
-            return _view_of(Base(name=self._origins[storage].source, is_parameter=False), tensor)
-        if tensor.is_meta or storage in self._recipes:
+        origin = self._origins.get(storage)
+        if origin is not None and origin.source:
+            return _view_of(Base(name=origin.source, is_parameter=False), tensor)
+        if tensor.is_meta or (origin is None and storage in self._recipes):
             raise KeyError(storage)
         return tensor  # a constant
 
@@ -370,6 +397,21 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
     places, names = _written_arguments(func)
     found = [args[place] for place in places if place < len(args)], [kwargs[name] for name in names if name in kwargs]
     return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+
+
+def _rows_joined(func: Any, args: tuple[Any, ...]) -> Sequence[Tensor]:
+    """The tensors whose rows an operation puts one after another.
+
+    Raises:
+        KeyError: It does something else.
+    """
+    if func is aten.cat.default and (len(args) < 2 or args[1] == 0):
+        return cast(Sequence[Tensor], args[0])
+    if func in CLONES:
+        return [args[0]]
+    if func is aten.repeat.default and len(args[1]) == args[0].ndim and set(args[1][1:]) <= {1}:
+        return [args[0]] * int(args[1][0])
+    raise KeyError(func)
 
 
 @by_operation

@@ -10,7 +10,7 @@ from torch import Tensor
 from fp8refit.live.slots import TensorMeta
 from fp8refit.tracing.boxes import fault_of_cover, pieces_of
 from fp8refit.tracing.records import Copy, Run
-from fp8refit.tracing.trace import trace_loader
+from fp8refit.tracing.trace import Trace, trace_loader
 
 
 def copies_of(tensor: Tensor, into: Tensor, load) -> tuple[Copy, ...]:
@@ -40,6 +40,11 @@ def interleaved(into, source):
         into.narrow(0, 32 * part, 32).copy_(heads.narrow(0, 32 * part, 32))
 
 
+def joined_twice(into, source):
+    joined = torch.cat([source[:64], source[64:]]).to(torch.float64)
+    into.copy_(torch.cat([joined[:32], joined[40:72], joined[88:]]))
+
+
 LOADERS = {
     "whole": ((96, 16), (96, 16), lambda into, source: into.copy_(source)),
     "another dtype": ((96, 16), (96, 16), lambda into, source: into.copy_(source.to(torch.float32))),
@@ -50,6 +55,8 @@ LOADERS = {
     "an expert of a stack": ((4, 8, 16), (4, 16, 8), lambda into, source: into[1].copy_(source[2].t())),
     "a dimension of one": ((96, 16), (96, 1, 16), lambda into, source: into.copy_(source.squeeze(1))),
     "chunks": ((2, 48, 8), (96, 16), lambda into, source: [into[0].copy_(c[:48]) for c in source.chunk(2, 1)[:1]]),
+    "several times": ((192, 16), (96, 16), lambda into, source: into.copy_(source.repeat(2, 1))),
+    "joined, cut and joined again": ((72, 16), (96, 16), joined_twice),
     "one element": ((3,), (), lambda into, source: into[1].copy_(source)),
 }
 
@@ -286,3 +293,41 @@ def test_other_threads_and_later_work_are_not_watched():
         pool.shutdown()
         beside.join()
     assert threading.Thread.start.__module__ == "threading"
+
+
+def test_zeros_that_a_loader_joins_with_a_tensor_are_zeros():
+    def load(into, source):
+        into.copy_(torch.cat([torch.zeros_like(source), source]).clone())
+
+    zeros, copied = copies_of(torch.empty(4, 8), torch.empty(8, 8, device="meta"), load)
+    assert (zeros.source, zeros.into, zeros.runs) == ("", 0, (Run(size=32, into=1, stride=0),))
+    assert (copied.source, copied.into, copied.start, copied.runs) == (
+        "source",
+        32,
+        0,
+        (Run(size=32, into=1, stride=1),),
+    )
+
+
+@pytest.mark.parametrize("write", [lambda zeros: zeros.add_(1), lambda zeros: zeros[:1].fill_(2)], ids=["all", "a row"])
+def test_what_was_zeros_is_none_once_a_loader_has_written_it(write):
+    def load(tensors):
+        for _, source in tensors:
+            zeros = torch.zeros_like(source)
+            write(zeros)
+            into.copy_(zeros)
+
+    into = torch.empty(4, 8, device="meta")
+    traced = trace_loader(load, {"weight": into}, {"source": TensorMeta.of(torch.empty(4, 8))})
+    assert traced.copies == ()
+    assert traced.objections or traced.computed
+
+
+def test_tensors_in_one_storage_are_told_apart():
+    storage, into = torch.empty(6, 8), torch.empty(5, 8, device="meta")
+    trace = Trace({"weight": into})
+    for name, rows in (("a", storage[:2]), ("b", storage[2:])):
+        trace.note(name, rows)
+    with trace:
+        into.copy_(storage[1:])
+    assert [(copy.source, copy.into, copy.start) for copy in trace.copies] == [("a", 0, 8), ("b", 8, 0)]
