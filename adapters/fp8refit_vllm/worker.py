@@ -7,7 +7,7 @@ adds the first of them under another name.
 
 import os
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 
 from fp8refit.driver.attach import hold, made_once
 from fp8refit.driver.drop_in import DropInOptions
+from fp8refit.driver.lora_target import LoraTarget
 from fp8refit.driver.replicas import Gathering
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.fill.plan import is_any_of
@@ -42,10 +43,10 @@ from fp8refit_vllm.compat import (
 from fp8refit_vllm.core import CORE_METHOD, FREEZE_METHOD, SET_APART_METHOD, carry_out
 from fp8refit_vllm.core_compat import add_to_core, freeze_in_core, on_core_start, raise_refusals, set_apart_in_core
 from fp8refit_vllm.drafts import Draft, draft_of, read_boot_values, read_draft
-from fp8refit_vllm.eplb import ExpertPlaces
+from fp8refit_vllm.eplb import ExpertPlaces, end_moves
 from fp8refit_vllm.kv_cache import read_kv_cache, reset_kv_scales
 from fp8refit_vllm.layout import VllmRules
-from fp8refit_vllm.lora import Loras, LoraTarget, deactivate, read_loras, watch_loads
+from fp8refit_vllm.lora import WorkerAdapters, watch_loads
 from fp8refit_vllm.twin import twin_of
 from fp8refit_vllm.watch import ADMIT_METHOD, FLAG_METHOD, admit, watch
 
@@ -133,18 +134,12 @@ def show_flag(worker: Any) -> str:
     """Called by the engine core at boot: prepare `worker` for updates and return where its flag is."""
     network = WorkerModel(worker).network
     hold(network, worker)
-    on_deep_sleep(worker, lambda: _forget_values(worker))
+    on_deep_sleep(worker, lambda: rank_of(worker).target.forget_values())
     watch_loads(worker)
     drop_in.install(worker, lambda: rank_of(worker))
     made_once(worker.model_runner, _SCALES, lambda: read_activation_scales(network))
     made_once(worker.model_runner, _DRAFT_VALUES, lambda: read_boot_values(worker))
     return flag_of(worker).segment.model_dump_json()
-
-
-def _forget_values(worker: Any) -> None:
-    """Note that a worker loses its weights, and what the slots of adapters hold."""
-    deactivate(worker)
-    rank_of(worker).target.forget_values()
 
 
 def flag_of(worker: Any) -> SharedFlag:
@@ -169,8 +164,8 @@ def _make_rank(worker: Any) -> Rank:
     model = WorkerModel(worker)
     target = LoraTarget(
         model.read_inventory,
-        worker=worker,
-        read=lambda: model.loras,
+        memory=WorkerAdapters(worker),
+        end_moves=partial(end_moves, worker),
         device=next(model.network.parameters()).device,
         engine="vllm",
         versions={"vllm": vllm.__version__, "torch": torch.__version__},
@@ -209,9 +204,7 @@ class WorkerModel:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._has_dummy_scales = has_dummy_weights(worker.vllm_config.load_config)
-        self._own: Inventory | None = None
-        """All but adapters."""
-        self.loras = Loras()
+        self._places: ExpertPlaces | None = None
 
     @property
     def network(self) -> nn.Module:
@@ -233,22 +226,11 @@ class WorkerModel:
         return twin_of(self._worker.vllm_config, self._draft, is_any_of(beside))
 
     def read_inventory(self) -> Inventory:
-        """List the model's slots, what cannot be refitted, and what must be refreshed after a write.
-
-        If nothing but adapters has moved since the last time, nothing else is read, or proved, again. A refit of weights does
-        not care where they are, so they are not among what is watched.
-        """
-        own = self._own
-        if own is not None and own.has_moved():
+        """List the model's slots, what cannot be refitted, and what must be refreshed after a write."""
+        if self._places is not None and self._places.have_moved():
             self._forget_sent()
-        if own is None or own.watch.was_any_replaced() or not self.loras.are_stale:
-            own = self._read_own()
-            self._own = own = replace(own, prove=cache(own.prove) if own.prove is not None else None)
-        self.loras = loras = Loras() if own.refusals else read_loras(self._worker)
-        return replace(own, slots=(*own.slots, *loras.slots), adapters=loras.adapters)
-
-    def _read_own(self) -> Inventory:
-        network, config, places = self.network, self._worker.vllm_config, ExpertPlaces(self._worker)
+        network, config = self.network, self._worker.vllm_config
+        self._places = places = ExpertPlaces(self._worker)
         has_noise = has_dummy_weights(config.load_config)
         apart = () if self._draft is None else (self._draft.network,)
         inventory = inventory_of(

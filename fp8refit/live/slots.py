@@ -287,8 +287,10 @@ class LoraAdapter:
     """The shape of each of its matrices, by PEFT's names: `model.layers.0.self_attn.q_proj.lora_A.weight`, (rank, inputs)."""
     scales: Mapping[str, float] = field(default_factory=dict)
     """By what the engine multiplied each `lora_B` when it loaded the adapter."""
+    factor: float = 1.0
+    """By what it multiplies the product of any two of them whenever it computes one."""
     dtype: str = ""
-    """In which dtype, as in `TensorMeta`, it did so, and holds all of them."""
+    """In which dtype, as in `TensorMeta`, it holds all of them."""
     refusal: str = ""
     """Why it cannot be refitted, and what to do; empty if it can."""
 

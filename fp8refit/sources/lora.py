@@ -48,7 +48,7 @@ def adapter_named(name: str, layout: EngineLayout) -> LoraAdapter:
         loaded = f"it has {', '.join(sorted(layout.adapters))}" if layout.adapters else "it has none"
         raise UnsupportedEngineError(
             f"this engine has loaded no adapter {name!r} since fp8refit watches it ({loaded}). Load it first, or anew: send a "
-            "request with it, or add_lora, after remove_lora if it is there"
+            "request with it, or add_lora, after remove_lora if it is there (SGLang: load_lora_adapter, unload_lora_adapter)"
         )
     if adapter.refusal:
         raise UnsupportedEngineError(f"adapter {name!r} {adapter.refusal}")
@@ -92,9 +92,9 @@ def matrices_of(
             )
         scale = 1.0
         if key.endswith(_B):
-            scale = (
-                adapter.scales[key] if lora_config is None else _scale_in(lora_config, key.removesuffix(_B), shape[1])
-            )
+            scale = adapter.scales[key]
+            if lora_config is not None:
+                scale = _scale_in(lora_config, key.removesuffix(_B), shape[1]) / adapter.factor
         if scale != 1 and isinstance(value, Tensor) and value.is_floating_point():
             value = value.detach().to(dtype).mul(scale)  # rounded twice, as an engine does
         found[sent] = value

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fp8refit_vllm.compat import keep_adapter, peft_modules
-from fp8refit_vllm.lora import _Note, activate, deactivate, read_loras, watch_loads
+from fp8refit_vllm.lora import WorkerAdapters, _Note, watch_loads
 from safetensors.torch import save_file
+
+from fp8refit.tracing.loras import Loras
 
 RANK, MAX_RANK, INPUTS, ROWS = 2, 4, 8, 6
 
@@ -70,6 +72,18 @@ def lora(name="one", *modules, is_noted=True):
     return found
 
 
+def read_loras(worker):
+    return Loras.of(WorkerAdapters(worker))
+
+
+def activate(worker):
+    WorkerAdapters(worker).activate()
+
+
+def deactivate(worker):
+    WorkerAdapters(worker).deactivate()
+
+
 def worker_of(manager):
     loader = SimpleNamespace(_adapter_manager=manager, _fp8refit_kept={})
     return SimpleNamespace(model_runner=SimpleNamespace(lora_manager=loader))
@@ -91,7 +105,7 @@ def test_slots_are_the_copies_that_set_lora_makes():
     assert found.adapters["one"].scales == {"there.lora_B.weight": 1.5}
     for slot in own:
         slot.weight.fill_(7)
-    found.write_copies(worker, {slot.name for slot in own})
+    found.write_copies(WorkerAdapters(worker), {slot.name for slot in own})
     assert worker.model_runner.lora_manager._fp8refit_kept == {1: (("one", "files"), one)}
     deactivate(worker)
     activate(worker)

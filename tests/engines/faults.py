@@ -1,8 +1,11 @@
 """What goes wrong inside a rank, whatever the engine."""
 
 from collections.abc import Callable
+from typing import Any
 
 import fp8refit.ranks.write
+from fp8refit.ranks.target import Target
+from fp8refit.ranks.write import Write
 
 
 def end_next_write(fault: Callable[[], None]) -> None:
@@ -14,6 +17,19 @@ def end_next_write(fault: Callable[[], None]) -> None:
         fault()
 
     fp8refit.ranks.write.assert_in_place = assert_in_place
+
+
+def before_next(when: str, fault: Callable[[], None]) -> None:
+    """Let `fault` happen in this process before the next refit is `prepared` or `written`."""
+    owner, name = (Write, "begin") if when == "written" else (Target, "prepare")
+    honest = getattr(owner, name)
+
+    def called(*arguments: Any, **options: Any) -> Any:
+        setattr(owner, name, honest)
+        fault()
+        return honest(*arguments, **options)
+
+    setattr(owner, name, called)
 
 
 def fail() -> None:

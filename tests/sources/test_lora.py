@@ -134,3 +134,15 @@ def test_a_rank_may_have_no_matrix_of_an_adapter():
 def test_an_adapter_that_some_ranks_have_not_loaded_is_refused(ranks):
     with pytest.raises(UnsupportedEngineError, match="adapter 'a' is not loaded on every rank; add it to all"):
         adapter_named("a", EngineLayout.merge(ranks))
+
+
+def test_what_the_engine_multiplies_products_by_is_not_multiplied_again():
+    adapter = LoraAdapter(
+        shapes=SHAPES, scales={f"{m}.lora_B.weight": 1.0 for m in (Q, OUT)}, factor=1.5, dtype="bfloat16"
+    )
+    source = renamed(as_source(tensors()), names_of_adapter("a", None))
+    for config, scale in ((None, 1), ({"lora_alpha": 6}, 1), ({"lora_alpha": 12}, 2)):
+        found = matrices_of(source, name="a", adapter=adapter, lora_config=config, is_ignored=lambda _: False).tensors
+        sent = tensors(prefix="")[f"{Q}.lora_B.weight"]
+        expected = sent if scale == 1 else sent.to(torch.bfloat16) * scale
+        assert torch.equal(found[f"lora.a.{Q}.lora_B.weight"], expected)

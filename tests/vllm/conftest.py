@@ -19,7 +19,7 @@ from tests.tiny_models import save_model
 from tests.vllm.layout_runs import LayoutRuns
 from tests.vllm.processes import HERE, Starter, run_python, run_scenario
 
-pytest.register_assert_rewrite("tests.engines.precision", "tests.engines.update_tests")
+pytest.register_assert_rewrite("tests.engines.adapter_tests", "tests.engines.precision", "tests.engines.update_tests")
 
 PLUGIN = "fp8refit_cpu_kernel"
 """Name of the tests' own plugin for vLLM, `cpu_plugin.py`."""

@@ -6,7 +6,7 @@ import signal
 import observer
 
 from fp8refit.ranks.live_model import LiveModel
-from tests.engines.faults import end_next_write, fail
+from tests.engines.faults import before_next, end_next_write, fail
 
 
 def arm(worker, rank: int, fault: str, pid: int | None = None) -> bool:
@@ -24,21 +24,14 @@ def arm(worker, rank: int, fault: str, pid: int | None = None) -> bool:
 
 def move_adapters(worker, when: str) -> bool:
     """Let the first adapter lose its slot to another one, as requests may, when the next refit is `prepared` or `written`."""
-    from fp8refit.ranks.target import Target
-    from fp8refit.ranks.write import Write
-
     manager = worker.model_runner.lora_manager._adapter_manager
-    owner, name = (Write, "begin") if when == "written" else (Target, "prepare")
-    honest = getattr(owner, name)
 
-    def move(*arguments, **options):
-        setattr(owner, name, honest)
+    def move() -> None:
         other = next(each for each in manager.list_adapters() if each not in manager.lora_index_to_id)
         manager.deactivate_adapter(1)
         manager.activate_adapter(other)
-        return honest(*arguments, **options)
 
-    setattr(owner, name, move)
+    before_next(when, move)
     return True
 
 

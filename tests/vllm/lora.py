@@ -1,14 +1,11 @@
 """Engines that serve LoRA adapters: what their base weights and their adapters are after refits, and in fresh engines."""
 
-import json
 import os
-import re
 import time
 from pathlib import Path
 from typing import Any
 
 import observer
-import torch
 from engines import (
     IN_PROCESS,
     PROMPTS,
@@ -21,23 +18,18 @@ from engines import (
     said,
     worker_of,
 )
-from safetensors.torch import save_file
 from subject import NOISE, AsyncSubject, Subject, booted_as
-from torch import Tensor
 from vllm import LLM
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
 from fp8refit import Refitter
+from tests.engines.adapters import RANK, matrices, save_adapter, try_adapters
 
 FAMILY = "qwen2"
 """Tied, with biases."""
 OPTIONS = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
 SEVERAL = OPTIONS | {"max_loras": 2, "max_cpu_loras": 3}
-MODULES = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
-"""Alone, and fused with others of which the adapter has none; cut by rows and by columns."""
-RANK, ALPHA = 4, 6
-"""Their quotient is no power of two, so products round."""
 OTHER = {"lora_alpha": 10, "use_rslora": True}
 if hasattr(PEFTHelper, "get_rank_and_scaling"):  # other versions leave it out when they load an adapter
     OTHER["alpha_pattern"] = {"o_proj": 3}
@@ -86,52 +78,17 @@ def generate_adapted(llm: LLM, adapter: Path, name: str = "adapter", number: int
 
 def run_adapters(layout: str, family: str, work: str) -> dict:
     """An engine with several adapters, of which one is refitted to other matrices, in every way, and after faults."""
-    folder = Path(work)
-    new, other = matrices(family, 8), matrices(family, 9)
-    save_adapter(folder / "new", new)
+    folder, new, other = Path(work), matrices(family, 8), matrices(family, 9)
     with served(layout, folder / f"{family}-bf16", **NOISE) as subject:
         engine = Adapters(subject, folder)
         subject.refit(make_policy(family, 1))
-        found: dict[str, Any] = {"loaded": [engine.say("one"), engine.say("two")], "before": engine.state()}
-        found["versions"] = [subject.version, engine.refit("one", in_model(new)).version, subject.version]
-        found["cached"] = engine.num_cached("one")
-        found["new"] = engine.state()
-        found["layout"] = subject.layout().model_dump(mode="json")
-        found["wrong"] = {}
-        for name, wrong in wrong_matrices(new).items():
-            found["wrong"][name] = subject.refused(engine.refit, "one", wrong)
-        found["wrong"]["unknown adapter"] = subject.refused(engine.refit, "nobody", new)
-        found["wrong"]["whole config"] = subject.refused(engine.refit, "one", new, {"default": OTHER})
-        found["after_wrong"], found["dirty_after_wrong"] = engine.state(), subject.is_dirty
-        found["torn"] = torn(engine, family, new, other)
-        engine.refit("one", other, OTHER)
-        found["other"] = engine.state()
-        engine.refit("one", folder / "new" / "adapter_model.safetensors")
-        found["from_file"] = engine.state()
+        found = try_adapters(engine, family, folder, OTHER)
         found["broadcast"] = broadcast(engine, new, other)
         found["verified"] = engine.verify(make_policy(family, 1)).is_equal
         found["evicted"] = evicted(engine, new, other)
         found["slept"] = slept(engine, family, new)
         found["base"] = base_after_adapters(engine, family)
         return found
-
-
-def torn(engine: "Adapters", family: str, new: dict, other: dict) -> dict:
-    """Writes that fail in the middle: of the adapter, and of the weights."""
-    subject, found = engine.subject, {}
-    policies = {
-        "adapter": (lambda: engine.refit("one", other), lambda: subject.refit(make_policy(family, 1))),
-        "weights": (lambda: subject.refit(make_policy(family, 2)), lambda: engine.refit("one", new)),
-    }
-    heals = {"adapter": lambda: engine.refit("one", new), "weights": lambda: subject.refit(make_policy(family, 1))}
-    for what, (fail, wrong) in policies.items():
-        subject.look("arm", subject.num_ranks - 1, "fail")
-        failed = subject.refused(fail)
-        asked = subject.refused(lambda: engine.say("one"))
-        found[what] = {"failed": failed, "dirty": subject.is_dirty, "asked": asked, "wrong": subject.refused(wrong)}
-        heals[what]()
-        found[what] |= {"state": engine.state(), "dirty_after": subject.is_dirty}
-    return found
 
 
 def broadcast(engine: "Adapters", new: dict, other: dict) -> dict:
@@ -289,46 +246,3 @@ def make_policy_name(folder: Path) -> str:
     """The family whose model is in a folder."""
     (model,) = folder.glob("*-bf16")
     return model.name.removesuffix("-bf16")
-
-
-def matrices(family: str, seed: int) -> dict[str, Tensor]:
-    """An adapter's matrices in float32, as PEFT saves them."""
-    generator, tensors, policy = torch.Generator().manual_seed(seed), {}, make_policy(family, 1)
-    for layer in range(2):
-        for module in MODULES:
-            rows, columns = policy[f"model.layers.{layer}.{module}.weight"].shape
-            name = f"base_model.model.model.layers.{layer}.{module}"
-            tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, columns, generator=generator) / 4
-            tensors[f"{name}.lora_B.weight"] = torch.randn(rows, RANK, generator=generator) / 4
-    return tensors
-
-
-def in_model(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same as parameters of a model of PEFT, whose names hold the adapter's."""
-    return {re.sub(r"(lora_[AB])", r"\1.default", name): torch.nn.Parameter(value) for name, value in tensors.items()}
-
-
-def wrong_matrices(tensors: dict[str, Tensor]) -> dict[str, dict]:
-    """Adapters that do not fit, or must not be served."""
-    first, last = next(iter(tensors)), list(tensors)[-1]
-    bad = tensors[last].clone()
-    bad[-1, -1] = float("nan")
-    return {
-        "NaN": tensors | {last: bad},
-        "missing": {name: value for name, value in tensors.items() if name != last},
-        "unknown": tensors | {first.replace("q_proj", "k_proj"): torch.zeros(RANK, 256)},
-        "a weight": tensors
-        | {"base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight": torch.zeros(256, 256)},
-        "rank": {name: torch.cat([value, value], dim=int("lora_B" in name)) for name, value in tensors.items()},
-        "twice": tensors | {first.replace("lora_A", "lora_A.default"): tensors[first]},
-    }
-
-
-def save_adapter(folder: Path, tensors: dict[str, Tensor], **config: Any) -> Path:
-    """An adapter, as PEFT saves it."""
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    targets = sorted({name.split(".")[-3] for name in tensors})
-    said = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": targets, "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(said | config))
-    return folder
