@@ -56,6 +56,10 @@ IN_ADMISSION = f"{_MANAGERS}.scheduler.Scheduler.process_input_requests"
 IN_SLEEP = in_updater("release_memory_occupation")
 """Runs in a scheduler to release memory."""
 
+_LORA = "sglang.srt.lora"
+IN_LORA = f"{_LORA}.lora.LoRAAdapter._normalize_weights"
+"""Runs in a scheduler for an adapter that is loaded: joins matrices of modules that are one for SGLang."""
+
 _ARGUMENTS = ("sglang.srt.runtime_context.get_server_args", "sglang.srt.server_args.get_global_server_args")
 _IO, _TOKENIZER = f"{_MANAGERS}.io_struct", f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
 _LOADER, _EXECUTOR = "sglang.srt.model_loader.loader", "sglang.srt.model_executor"
@@ -97,9 +101,30 @@ DROP_IN = Seam(
     ),
     without="leave out the drop-in and refit with `Refitter`",
 )
+ADAPTERS = Seam(
+    purpose="adapters",
+    names=(
+        f"{IN_LORA}(it)",
+        *within(f"{_LORA}.lora.LoRALayer()", "weights pinned_weights"),
+        *within(f"{_LORA}.lora.LoRAAdapter()", "embedding_layers layers scaling"),
+        f"{_LORA}.lora_manager.LoRAManager.fetch_new_loras(it,uids)",
+        *within(
+            f"{_LORA}.lora_manager.LoRAManager()",
+            "embed_tokens_module lm_head_module lora_modules lora_refs loras memory_pool",
+        ),
+        f"{_LORA}.mem_pool.EMPTY_SLOT",
+        f"{_LORA}.mem_pool.LoRAMemoryPool.load_lora_weight_to_buffer(it,uid,0,lora,modules,embedding,head)",
+        *within(
+            f"{_LORA}.mem_pool.LoRAMemoryPool()",
+            "A_buffer B_buffer buffer_id_to_uid eviction_policy pin_memory_available uid_to_buffer_id",
+        ),
+    ),
+    without="adapters are merged",
+)
 SEAMS = (
     *NEEDED,
     DROP_IN,
+    ADAPTERS,
     Seam(purpose="updates that say when", names=(f"{_IO}.BeginWeightUpdateReqOutput",), without="their tensors say it"),
     Seam(
         purpose="pausing requests",
@@ -375,6 +400,13 @@ def forward_scope(runner: Any) -> AbstractContextManager[None]:
         return nullcontext()
     scope: AbstractContextManager[None] = forward_context(ForwardContext(attn_backend=runner.attn_backend))
     return scope
+
+
+def empty_slot() -> Any:
+    """What SGLang has in a slot for adapters that none has."""
+    from sglang.srt.lora.mem_pool import EMPTY_SLOT
+
+    return EMPTY_SLOT
 
 
 def draft_runner_of(scheduler: Any) -> Any:

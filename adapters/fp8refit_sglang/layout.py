@@ -91,8 +91,11 @@ class SglangRules:
 
     def kept(self, module: nn.Module) -> Collection[str]:
         """What is refreshed, absorbed copies and routers in float32; the KV scales of an attention layer; what sends tokens to
-        experts, which holds no weights and numbers its rank's experts at the first forward; and the tokens that a draft knows.
+        experts, which holds no weights and numbers its rank's experts at the first forward; the tokens that a draft knows; and
+        the LoRA adapters of a wrapper.
         """
+        if "base_layer" in module._modules:
+            return [key for key in vars(module) if not key.startswith("_")]
         return (
             *ABSORBED,
             ROUTER_COPY,
@@ -126,8 +129,6 @@ def _why_derived(module: nn.Module) -> Why:
     """Why a module is refused for tensors that SGLang derived from its weights at boot; None if there are none."""
     if getattr(module, "_block_fp8_bf16_weight", None) is not None:
         return "keeps a BF16 copy of its weight", "Boot with SGLANG_OPT_HOPPER_BLOCK_FP8_BF16=0"
-    if hasattr(module, "base_layer"):
-        return "is wrapped for LoRA", "Boot without enable_lora"
     error = getattr(module, "_derived_weight_cache_error", None)
     return ("keeps copies derived from its weights", str(error)) if error is not None else None
 

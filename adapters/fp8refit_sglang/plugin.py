@@ -8,9 +8,11 @@ from fp8refit.driver.drop_in import DropInOptions
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit_sglang import drop_in
 from fp8refit_sglang.compat import (
+    ADAPTERS,
     DROP_IN,
     IN_ADMISSION,
     IN_ATTENTION,
+    IN_LORA,
     IN_SCHEDULER,
     IN_SERVER,
     IN_SLEEP,
@@ -21,6 +23,7 @@ from fp8refit_sglang.compat import (
     register_hook,
 )
 from fp8refit_sglang.kv_cache import give_scales
+from fp8refit_sglang.lora import note_load
 from fp8refit_sglang.scheduler_driver import admit, is_known
 from fp8refit_sglang.server import open_door, refuse_older
 from fp8refit_sglang.worker import note_sleep, serve
@@ -55,6 +58,7 @@ def register() -> None:
 
     is_asked = DropInOptions.read(os.environ).drop_in
     hooks = _DOORS | {IN_ATTENTION: give_scales, IN_SLEEP: note_sleep}
+    hooks |= {IN_LORA: note_load} if ADAPTERS.missing is None else {}
     seams = (*NEEDED, DROP_IN) if is_asked else NEEDED
     try:
         if not VERSIONS.admits(sglang.__version__, seams, drop_in.logger, is_asked=is_asked):

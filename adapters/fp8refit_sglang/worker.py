@@ -13,12 +13,12 @@ import torch
 
 from fp8refit.config import RefitConfig
 from fp8refit.driver.attach import made_once
+from fp8refit.driver.lora_target import LoraTarget
 from fp8refit.errors import EngineAsleepError, EngineBusyError, RefitError
 from fp8refit.fill.plan import is_any_of
 from fp8refit.live.drafts import with_draft
 from fp8refit.live.slots import Inventory, Refresh, Refusal
 from fp8refit.ranks.rank import Rank
-from fp8refit.ranks.target import Target
 from fp8refit.remote.rank_server import RankServer
 from fp8refit.tracing.drafts import inventory_of_draft
 from fp8refit.tracing.inventory import inventory_of
@@ -30,6 +30,7 @@ from fp8refit_sglang.drafts import Draft, draft_of
 from fp8refit_sglang.kv_cache import HeldScales, read_kv_cache
 from fp8refit_sglang.layout import SglangRules
 from fp8refit_sglang.live_scheduler import Scheduler
+from fp8refit_sglang.lora import PooledAdapters
 from fp8refit_sglang.scheduler_driver import admit_again
 from fp8refit_sglang.twin import twin_of
 
@@ -96,8 +97,9 @@ def _make_rank(scheduler: Scheduler) -> Rank:
 
     VERSIONS.check(sglang.__version__)
     model = SchedulerModel(scheduler)
-    target = Target(
+    target = LoraTarget(
         model.read_inventory,
+        memory=PooledAdapters(scheduler),
         device=next(scheduler.model.parameters()).device,
         engine="sglang",
         versions={"sglang": sglang.__version__, "torch": torch.__version__},

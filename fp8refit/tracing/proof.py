@@ -38,7 +38,7 @@ from fp8refit.tracing.kinds import Place, kinds_of
 from fp8refit.tracing.random_values import RandomValues
 from fp8refit.tracing.reading import Held, Reading, twin_name
 from fp8refit.tracing.rules import KernelRules
-from fp8refit.tracing.stored import TWO_HALVES, own_name
+from fp8refit.tracing.stored import TWO_HALVES, is_inside, own_name
 from fp8refit.tracing.twin import EmptyOnMeta, Twin, named_tensors
 
 _READ_AS_NUMBER = 4096
@@ -221,7 +221,7 @@ class _Trial:
                 for key, tensor in getattr(module, kind).items():
                     own = own_name(module, key).removesuffix(SCALE_SUFFIX).removesuffix(GLOBAL_SUFFIX)
                     name = twin_name(prefix, own)
-                    if tensor is not None and self._twin.firsts.get(name) in self._names:
+                    if tensor is not None and not is_inside(module, key) and self._twin.firsts.get(name) in self._names:
                         place = tensor.data_ptr(), tensor.shape, tensor.stride()
                         if place not in places:
                             places[place] = torch.empty_strided(*place[1:], dtype=tensor.dtype, device=self._device)

@@ -75,13 +75,19 @@ def _is_of_matrices(scale: Tensor, weight: Tensor) -> bool:
     return scale.ndim < 2 <= weight.ndim and scale.numel() == prod(weight.shape[:-2])
 
 
+def is_inside(module: nn.Module, key: str) -> bool:
+    """Whether a tensor of a LoRA wrapper is that of the layer inside."""
+    inside = getattr(getattr(module, "base_layer", None), key, None)
+    return inside is not None and inside is getattr(module, key)
+
+
 def own_tensors(module: nn.Module, kinds: Iterable[str] = ("_parameters", "_buffers")) -> Iterator[tuple[str, Tensor]]:
     """Yield a module's parameters, then its buffers; scales of blocks and rows under one name and as rows and columns, whatever
     the container, and codes as rows and columns, although a kernel may want their transpose; those in tiles as tiles.
     """
     for kind in kinds:
         for key, tensor in getattr(module, kind).items():
-            if tensor is not None:
+            if tensor is not None and not is_inside(module, key):
                 name, values, codes = own_name(module, key), tensor.data, _codes_of(module, key)
                 scale = module._parameters.get(f"{key}_scale")
                 if scale is not None and _are_tiles(tensor, scale):

@@ -53,8 +53,8 @@ def read_inventory(model: nn.Module, twin: Twin | Refusal | None = None) -> Inve
     return inventory_of(model, SglangRules(model), identity_twin(model) if twin is None else twin)
 
 
-def only_refusal(model: nn.Module) -> str:
-    (refusal,) = read_inventory(model).refusals
+def only_refusal(model: nn.Module, twin: Twin | None = None) -> str:
+    (refusal,) = read_inventory(model, twin).refusals
     return str(refusal)
 
 
@@ -257,11 +257,24 @@ def test_copies_that_are_not_made_are_no_reason():
     assert read_inventory(model_of(proj=layer)).refusals == ()
 
 
-def test_a_layer_wrapped_for_lora_is_refused():
-    wrapper = nn.Module()
+def test_a_layer_wrapped_for_lora_keeps_its_name_and_has_slots_once():
+    plain, wrapper = model_of(proj=block_layer()), nn.Module()
     wrapper.base_layer = block_layer()
     wrapper.weight = wrapper.base_layer.weight  # as SGLang's wrappers have it
-    assert only_refusal(model_of(proj=wrapper)).startswith("proj: is wrapped for LoRA")
+    wrapper.A_buffer = torch.ones(4, 4)
+    model = model_of(proj=wrapper)
+    inventory = read_inventory(model, twin=identity_twin(plain))
+    assert [(slot.name, slot.module) for slot in inventory.slots] == [("proj.weight", "proj.base_layer")]
+    assert inventory.refusals == () and inventory.find_copies(True, False) == []
+    assert "A_buffer" in SglangRules(model).kept(wrapper)
+
+
+def test_another_weight_around_a_layer_is_refused():
+    wrapper = nn.Module()
+    wrapper.base_layer = block_layer()
+    wrapper.weight = nn.Parameter(torch.ones(4, 4))
+    model = model_of(proj=wrapper)
+    assert "holds `weight` around a layer, for LoRA" in only_refusal(model, identity_twin(model_of(proj=block_layer())))
 
 
 @pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])

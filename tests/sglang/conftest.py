@@ -21,7 +21,7 @@ from tests.vllm.processes import ProcessFailure, Starter, run_scenario
 
 HERE = Path(__file__).parent
 
-pytest.register_assert_rewrite("tests.engines.precision", "tests.engines.update_tests")
+pytest.register_assert_rewrite("tests.engines.adapter_tests", "tests.engines.precision", "tests.engines.update_tests")
 
 PLUGIN = "fp8refit_cpu_kernel"
 """Name of the tests' own plugin for SGLang, `cpu_plugin.py`."""

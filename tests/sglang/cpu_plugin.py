@@ -10,6 +10,7 @@ def register() -> None:
     import cpu_drafts
     import cpu_experts
     import cpu_linear
+    import cpu_lora
     import torch
     from fp8refit_sglang import kv_cache
     from observer import observe
@@ -23,6 +24,7 @@ def register() -> None:
     cpu_linear.register()
     cpu_experts.register()
     cpu_drafts.register()
+    cpu_lora.register()
     model_runner.adjust_config_with_unaligned_cpu_tp = _as_padded(model_runner.adjust_config_with_unaligned_cpu_tp)
     kv_cache.is_cache_fp8 = lambda: True  # what no cache is on a CPU: so every family has KV scales
     Scheduler.fp8refit_test_observe = observe

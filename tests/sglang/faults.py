@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.engines.faults import end_next_write, fail
+from tests.engines.faults import before_next, end_next_write, fail
 
 
 def arm(scheduler, rank: int, _: str) -> bool:
@@ -27,6 +27,17 @@ def claim_fp8_cache(scheduler) -> None:
 
     Scheduler.cache_dtype = "fp8_e4m3"
     Scheduler.attention_backends = ("fa3", "fa3")
+
+
+def move_adapters(scheduler, when: str) -> None:
+    """Let the first adapter lose its slot to another one, as requests may, when the next refit is `prepared` or `written`."""
+    manager = scheduler.tp_worker.model_runner.lora_manager
+    uids = {ref.lora_name: uid for uid, ref in manager.lora_refs.items()}
+
+    def move() -> None:
+        manager.fetch_new_loras({None, *(uid for name, uid in uids.items() if name != "one")})
+
+    before_next(when, move)
 
 
 def update(scheduler, *arguments) -> dict:
@@ -61,6 +72,7 @@ FAULTS = {
     "is_idle": is_idle,
     "arm": arm,
     "keep_caches": keep_caches,
+    "move_adapters": move_adapters,
     "claim_fp8_cache": claim_fp8_cache,
     "update": update,
     "update_model": update_model,

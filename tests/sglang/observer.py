@@ -86,6 +86,31 @@ def cache_bytes(scheduler) -> str:
     return digest.hexdigest()
 
 
+def adapter_bytes(scheduler) -> dict[str, str]:
+    """A sha256 for each tensor that kernels read of an adapter, as far as its rank goes. The rest is of older ones."""
+    manager, found = scheduler.tp_worker.model_runner.lora_manager, {}
+    pool = manager.memory_pool
+    for uid, ref in manager.lora_refs.items():
+        if (slot := pool.uid_to_buffer_id.get(uid)) is not None:
+            rank = manager.loras[uid].config.r
+            for module, stacks in pool.A_buffer.items():
+                for layer, (a, b) in enumerate(zip(stacks, pool.B_buffer[module], strict=True)):
+                    num_parts = a.shape[1] // pool.max_lora_rank
+                    found[f"{ref.lora_name} {module} {layer} A"] = a[slot, : rank * num_parts]
+                    found[f"{ref.lora_name} {module} {layer} B"] = b[slot, :, :rank]
+    return looking.digests(found)
+
+
+def adapter_copies(scheduler) -> dict[str, str]:
+    """A sha256 for each tensor that this rank has of the first adapter in host memory, rounded as kernels read it."""
+    manager = scheduler.tp_worker.model_runner.lora_manager
+    (uid,) = (uid for uid, ref in manager.lora_refs.items() if ref.lora_name == "one")
+    layers = enumerate(manager.loras[uid].layers)
+    return looking.digests(
+        {f"{n} {name}": each.bfloat16() for n, layer in layers for name, each in layer.weights.items()}
+    )
+
+
 def flush_cache(scheduler) -> bool:
     """Drop the radix cache, unless something still runs; leave the allocator's alone, which takes SGLang half a second."""
     return scheduler.flush_cache(empty_cache=False)
@@ -157,6 +182,8 @@ OBSERVATIONS = {
     "linears": linears,
     "kv_scales": kv_scales,
     "cache_bytes": cache_bytes,
+    "adapter_bytes": adapter_bytes,
+    "adapter_copies": adapter_copies,
     "flush_cache": flush_cache,
     "hidden": hidden,
     "process_state": process_state,

@@ -20,6 +20,7 @@ from experts import run_experts
 from fp8refit_sglang import rollout
 from fresh import run_fresh
 from latent import run_latent
+from lora import run_adapters
 from precision_runs import run_precision
 from refits import run_refits
 from served import run_drop_in_going_on, run_served
@@ -47,6 +48,7 @@ SCENARIOS = {
     "experts": run_experts,
     "latent": run_latent,
     "drafting": run_drafting,
+    "adapters": run_adapters,
     "conformance": run_conformance,
     "served": run_served,
     "drop-in going on": run_drop_in_going_on,

@@ -1,0 +1,146 @@
+"""Where an SGLang scheduler has its LoRA adapters.
+
+SGLang joins the matrices of modules that are one for it when it has read the files, and keeps what it made, in host memory.
+What belongs to which matrix of the files is traced. Slots are filled from there; `lora_B` is not multiplied, products are.
+"""
+
+from collections.abc import Callable
+from copy import copy
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from fp8refit.live.names import strip_wrappers
+from fp8refit.live.slots import TensorMeta
+from fp8refit.tracing.boxes import pieces_of, written_by
+from fp8refit.tracing.loras import AdapterMemory, Loaded, Matrices, box_of
+from fp8refit.tracing.trace import Trace
+from fp8refit_sglang.compat import empty_slot
+from fp8refit_sglang.live_scheduler import Scheduler
+
+_NOTE = "_fp8refit_note"
+_UNLOADED = "may be unloaded by SGLang, which would load its files again; boot without max_loaded_loras"
+
+
+def note_load(original: Callable[..., Any], adapter: Any) -> Any:
+    """Wraps the method that joins the matrices of an adapter: notes what they were, layer by layer."""
+    noted = [{name: TensorMeta.of(matrix) for name, matrix in layer.weights.items()} for layer in adapter.layers]
+    object.__setattr__(adapter, _NOTE, noted)
+    return original(adapter)
+
+
+class PooledAdapters(AdapterMemory):
+    """The adapters of a scheduler.
+
+    Args:
+        scheduler: The scheduler.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    @property
+    def _manager(self) -> Any:
+        return self._scheduler.lora_manager
+
+    @override
+    def loaded(self) -> list[Loaded]:
+        manager = self._manager
+        loras = [] if manager is None else [(ref, manager.loras[uid]) for uid, ref in manager.lora_refs.items()]
+        return [
+            Loaded(
+                name=ref.lora_name,
+                lora=lora,
+                index=manager.memory_pool.uid_to_buffer_id.get(ref.lora_id),
+                refusal=_UNLOADED if self._scheduler.unloads_adapters else "",
+            )
+            for ref, lora in loras
+            if hasattr(lora, _NOTE)
+        ]
+
+    @override
+    def seated(self) -> list[Any]:
+        manager = self._manager
+        return [] if manager is None else [manager.loras.get(uid) for uid in manager.memory_pool.buffer_id_to_uid]
+
+    @override
+    def matrices_of(self, adapter: Loaded) -> Matrices:
+        """Those of layers.
+
+        Raises:
+            ValueError: SGLang joins some in a way that is not known.
+        """
+        manager, lora = self._manager, adapter.lora
+        held, zeros = _parts_of(lora)
+        pool = copy(manager.memory_pool)
+        pool.pin_memory_available = False  # a pinned copy is another tensor
+        stacked = {
+            f"layers.{index}.{module} {side}": stack
+            for side, buffers in (("A", pool.A_buffer), ("B", pool.B_buffer))
+            for module, stacks in buffers.items()
+            for index, stack in enumerate(stacks)
+        }
+
+        def fill() -> None:
+            modules = manager.lora_modules, manager.embed_tokens_module, manager.lm_head_module
+            pool.load_lora_weight_to_buffer(lora.uid, adapter.index, lora, *modules)
+
+        scales = {name: 1.0 for name, _ in held if ".lora_B." in name}
+        return Matrices(held=held, stacked=stacked, fill=fill, scales=scales, zeros=zeros, factor=float(lora.scaling))
+
+    @override
+    @torch.inference_mode()
+    def activate(self) -> None:
+        manager = self._manager
+        for uid in [] if manager is None else list(manager.lora_refs):
+            pool = manager.memory_pool
+            if uid not in pool.uid_to_buffer_id and empty_slot() in pool.buffer_id_to_uid:
+                manager.fetch_new_loras({uid})
+
+    @override
+    def deactivate(self) -> None:
+        manager = self._manager
+        for uid in [] if manager is None else list(manager.memory_pool.uid_to_buffer_id):
+            if uid is not None:  # requests without an adapter
+                pool = manager.memory_pool
+                pool.buffer_id_to_uid[pool.uid_to_buffer_id.pop(uid)] = empty_slot()
+                pool.eviction_policy.remove(uid)
+
+    @override
+    def keep(self, lora: Any) -> None:
+        for layer in lora.layers:
+            layer.pinned_weights.clear()  # copies, of which slots would be filled
+
+
+def _parts_of(lora: Any) -> tuple[list[tuple[str, Tensor]], list[Tensor]]:
+    """Which part of what SGLang holds in host memory is which matrix of an adapter's files, and which parts are zeros.
+
+    Raises:
+        ValueError: See `PooledAdapters.matrices_of`.
+    """
+    trace, noted = Trace(), getattr(lora, _NOTE)
+    again = copy(lora)
+    again.__dict__["_modules"] = {}
+    again.layers = [
+        SimpleNamespace(weights={name: trace.source(name, meta) for name, meta in n.items()}) for n in noted
+    ]
+    with torch.no_grad(), trace:
+        again._normalize_weights()
+    held, zeros = list(lora.embedding_layers.items()), list[Tensor]()
+    shapes = {name: meta.shape for layer in noted for name, meta in layer.items()}
+    for layer, joined in zip(lora.layers, again.layers, strict=True):
+        for name, tensor in joined.weights.items():
+            whole = layer.weights[name]
+            for places in trace.places_of(tensor):
+                if places.source:
+                    pieces = pieces_of(places, tuple(tensor.shape), shapes[places.source]) or ()
+                    held += [(places.source, box_of(whole, piece.into)) for piece in pieces]
+                else:
+                    zeros += [box_of(whole, box) for box in written_by(places, tuple(tensor.shape)) or ()]
+    found = {name for name, part in held if tuple(part.shape) == shapes.get(name)}
+    if lost := shapes.keys() - found:
+        raise ValueError(f"SGLang joins {min(lost)} with others in a way that is not known")
+    return [(strip_wrappers(name), part) for name, part in held], zeros
