@@ -42,11 +42,6 @@ class Scheduler:
         return getattr(self._runner, "lora_manager", None)
 
     @property
-    def unloads_adapters(self) -> bool:
-        """Whether SGLang unloads adapters by itself, and loads their files again."""
-        return getattr(self._scheduler.server_args, "max_loaded_loras", None) is not None
-
-    @property
     def process_group(self) -> ProcessGroup:
         """The CPU process group of this engine's ranks."""
         group: ProcessGroup = self._scheduler.tp_group.cpu_group

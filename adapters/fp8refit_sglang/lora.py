@@ -50,12 +50,13 @@ class PooledAdapters(AdapterMemory):
     def loaded(self) -> list[Loaded]:
         manager = self._manager
         loras = [] if manager is None else [(ref, manager.loras[uid]) for uid, ref in manager.lora_refs.items()]
+        unloads = getattr(self._scheduler.itself.server_args, "max_loaded_loras", None) is not None
         return [
             Loaded(
                 name=ref.lora_name,
                 lora=lora,
                 index=manager.memory_pool.uid_to_buffer_id.get(ref.lora_id),
-                refusal=_UNLOADED if self._scheduler.unloads_adapters else "",
+                refusal=_UNLOADED if unloads else "",
             )
             for ref, lora in loras
             if hasattr(lora, _NOTE)
@@ -74,7 +75,7 @@ class PooledAdapters(AdapterMemory):
             ValueError: SGLang joins some in a way that is not known.
         """
         manager, lora = self._manager, adapter.lora
-        held, zeros = _parts_of(lora)
+        held = _parts_of(lora)
         pool = copy(manager.memory_pool)
         pool.pin_memory_available = False  # a pinned copy is another tensor
         stacked = {
@@ -89,7 +90,7 @@ class PooledAdapters(AdapterMemory):
             pool.load_lora_weight_to_buffer(lora.uid, adapter.index, lora, *modules)
 
         scales = {name: 1.0 for name, _ in held if ".lora_B." in name}
-        return Matrices(held=held, stacked=stacked, fill=fill, scales=scales, zeros=zeros, factor=float(lora.scaling))
+        return Matrices(held=held, stacked=stacked, fill=fill, scales=scales, factor=float(lora.scaling))
 
     @override
     @torch.inference_mode()
@@ -115,7 +116,7 @@ class PooledAdapters(AdapterMemory):
             layer.pinned_weights.clear()  # copies, of which slots would be filled
 
 
-def _parts_of(lora: Any) -> tuple[list[tuple[str, Tensor]], list[Tensor]]:
+def _parts_of(lora: Any) -> list[tuple[str, Tensor]]:
     """Which part of what SGLang holds in host memory is which matrix of an adapter's files, and which parts are zeros.
 
     Raises:
@@ -129,7 +130,7 @@ def _parts_of(lora: Any) -> tuple[list[tuple[str, Tensor]], list[Tensor]]:
     ]
     with torch.no_grad(), trace:
         again._normalize_weights()
-    held, zeros = list(lora.embedding_layers.items()), list[Tensor]()
+    held = list(lora.embedding_layers.items())
     shapes = {name: meta.shape for layer in noted for name, meta in layer.items()}
     for layer, joined in zip(lora.layers, again.layers, strict=True):
         for name, tensor in joined.weights.items():
@@ -137,10 +138,11 @@ def _parts_of(lora: Any) -> tuple[list[tuple[str, Tensor]], list[Tensor]]:
             for places in trace.places_of(tensor):
                 if places.source:
                     pieces = pieces_of(places, tuple(tensor.shape), shapes[places.source]) or ()
-                    held += [(places.source, box_of(whole, piece.into)) for piece in pieces]
+                    boxes = [piece.into for piece in pieces]
                 else:
-                    zeros += [box_of(whole, box) for box in written_by(places, tuple(tensor.shape)) or ()]
+                    boxes = written_by(places, tuple(tensor.shape)) or []
+                held += [(places.source, box_of(whole, box)) for box in boxes]
     found = {name for name, part in held if tuple(part.shape) == shapes.get(name)}
     if lost := shapes.keys() - found:
         raise ValueError(f"SGLang joins {min(lost)} with others in a way that is not known")
-    return [(strip_wrappers(name), part) for name, part in held], zeros
+    return [(strip_wrappers(name), part) for name, part in held]

@@ -181,8 +181,8 @@ class Refitter(Closing):
         are looked at before the first byte is written, unless `validate="off"`.
 
         Args:
-            name: The adapter's name in requests (vLLM's `LoRARequest.lora_name`, SGLang's `lora_path`). It must have been used or
-                added before.
+            name: The adapter's name in requests (vLLM's `LoRARequest.lora_name`, SGLang's `lora_path`). It must have been used
+                or added before.
             state_dict: Every matrix of the adapter and nothing else, as `refit` takes tensors: `lora_A` (rank, inputs) and
                 `lora_B` (outputs, rank) under PEFT's names, such as those of `peft.get_peft_model_state_dict(model)` or of
                 an `adapter_model.safetensors`; with the adapter's name in them or without. Its rank stays.

@@ -41,15 +41,14 @@ class Matrices:
     """The matrices of an adapter, and how they get into its slot."""
 
     held: list[tuple[str, Tensor]]
-    """Each one, whole, in host memory, by its name for PEFT. One that is there several times is listed as often."""
+    """Each one, whole, in host memory, by its name for PEFT. One that is there several times is listed as often. Zeros, which
+    stand there for modules of which it has none, have no name."""
     stacked: Mapping[str, Tensor]
     """What the kernels read, for all adapters, by the name of a module and what else tells them apart, after a blank."""
     fill: Callable[[], object]
     """The engine's own way to copy them there."""
     scales: Mapping[str, float | None]
     """See `LoraAdapter.scales`; None where that is not known."""
-    zeros: list[Tensor] = field(default_factory=list)
-    """Zeros in the same host memory, for modules that the adapter has no matrices of."""
     factor: float = 1.0
     """See `LoraAdapter.factor`."""
 
@@ -125,10 +124,8 @@ class Loras:
         """Add an adapter, and the slots that the engine fills with copies of its matrices; or say why that cannot be."""
         held, stacked = matrices.held, matrices.stacked
         trace = Trace(stacked)  # which objects to the zeros that come first
-        for place, (_, matrix) in enumerate(held):
-            trace.note(str(place), matrix)
-        for zeros in matrices.zeros:
-            trace.note("", zeros)
+        for place, (key, matrix) in enumerate(held):
+            trace.note(str(place) if key else "", matrix)
         with torch.no_grad(), trace:
             matrices.fill()
         pieces = {
@@ -138,7 +135,7 @@ class Loras:
         }
         known = {key: scale for key, scale in matrices.scales.items() if scale is not None}
         copied = {int(copy.source) for copy, boxes in pieces.items() if boxes is not None}
-        odd = {key for place, (key, _) in enumerate(held) if place not in copied}
+        odd = {key for place, (key, _) in enumerate(held) if key and place not in copied}
         odd |= {held[int(copy.source)][0] for copy, boxes in pieces.items() if boxes is None}
         odd |= {
             held[int(base.name)][0] for each in trace.computed for base in each.recipe.bases() if base.name.isdigit()
@@ -158,7 +155,7 @@ class Loras:
                 )
                 self.copies.append((name, weight, here, adapter.lora))
         self.adapters[adapter.name] = LoraAdapter(
-            shapes={key: tuple(matrix.shape) for key, matrix in held},
+            shapes={key: tuple(matrix.shape) for key, matrix in held if key},
             scales=known,
             factor=matrices.factor,
             dtype=dtype,

@@ -83,8 +83,9 @@ class Manager:
             pool.buffer_id_to_uid[index], pool.uid_to_buffer_id[uid] = uid, index
 
 
-def pooled(manager, *, unloads_adapters=False):
-    return PooledAdapters(SimpleNamespace(lora_manager=manager, unloads_adapters=unloads_adapters))
+def pooled(manager, **arguments):
+    itself = SimpleNamespace(server_args=SimpleNamespace(**arguments))
+    return PooledAdapters(SimpleNamespace(lora_manager=manager, itself=itself))
 
 
 def matrices(*parts):
@@ -158,7 +159,7 @@ def test_an_adapter_of_the_embedding_is_refused():
 
 
 def test_an_adapter_that_sglang_may_load_again_is_refused():
-    memory = pooled(Manager(one=Adapter("one", matrices("q_proj", "v_proj"))), unloads_adapters=True)
+    memory = pooled(Manager(one=Adapter("one", matrices("q_proj", "v_proj"))), max_loaded_loras=4)
     memory.activate()
     assert "boot without max_loaded_loras" in Loras.of(memory).adapters["name of one"].refusal
 

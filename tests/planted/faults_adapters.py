@@ -4,6 +4,8 @@ from tests.planted.fault import Fault
 
 REPLIES = "tests/adapters/test_vllm_replies.py"
 VLLM_SEAMS, SGLANG_SEAMS = "tests/adapters/test_vllm_seams.py", "tests/adapters/test_sglang_seams.py"
+SGLANG_LORA = "tests/adapters/test_sglang_lora.py"
+LORAS = "fp8refit/tracing/loras.py"
 GATHER = "tests/sources/sharded/test_gather.py"
 CORE = "adapters/fp8refit_vllm/core_compat.py"
 COMPAT = "adapters/fp8refit_vllm/compat.py"
@@ -157,5 +159,24 @@ FAULTS = [
         before="sums * (torch.arange(sums.numel(), device=sums.device) % _WEIGHTS + 1)",
         after="sums",
         found_by="tests/live/test_fingerprint.py",
+    ),
+    Fault(
+        name="host memory keeps what an adapter was before its refit",
+        at=f"{LORAS}::Loras.write_copies",
+        before="copy.copy_(weight)",
+        found_by=SGLANG_LORA,
+    ),
+    Fault(
+        name="SGLang fills slots of pinned copies from before a refit",
+        at="adapters/fp8refit_sglang/lora.py::PooledAdapters.keep",
+        before="layer.pinned_weights.clear()",
+        found_by=SGLANG_LORA,
+    ),
+    Fault(
+        name="a matrix that is in a slot several times is written once",
+        at="adapters/fp8refit_sglang/lora.py::_parts_of",
+        before="boxes = [piece.into for piece in pieces]",
+        after="boxes = [piece.into for piece in pieces if places.into == 0]",
+        found_by=SGLANG_LORA,
     ),
 ]
