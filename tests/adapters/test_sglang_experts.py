@@ -116,7 +116,7 @@ def test_experts_wrapped_for_lora_are_refused():
     wrapper = nn.Module()
     wrapper.base_layer = FusedMoE()
     refusals = read(wrapper).refusals
-    assert [refusal.module for refusal in refusals] == ["mlp.experts", "mlp.experts.base_layer"]
+    assert [refusal.module for refusal in refusals] == ["mlp.experts.base_layer"]
     assert all("LoRA" in refusal.reason for refusal in refusals)
 
 
