@@ -6,7 +6,7 @@ are free text, and it needs no update session.
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache
 from http import HTTPStatus
@@ -61,6 +61,7 @@ IN_LORA = f"{_LORA}.lora.LoRAAdapter._normalize_weights"
 """Runs in a scheduler for an adapter that is loaded: joins matrices of modules that are one for SGLang."""
 
 _ARGUMENTS = ("sglang.srt.runtime_context.get_server_args", "sglang.srt.server_args.get_global_server_args")
+_RANKS = "sglang.srt.runtime_context.get_parallel"
 _IO, _TOKENIZER = f"{_MANAGERS}.io_struct", f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
 _LOADER, _EXECUTOR = "sglang.srt.model_loader.loader", "sglang.srt.model_executor"
 _MOE = "sglang.srt.layers.moe.utils"
@@ -140,6 +141,11 @@ SEAMS = (
         without="every refit fails before anything is written",
     ),
     Seam(
+        purpose="data-parallel replicas",
+        names=(f"{_MANAGERS}.scheduler.Scheduler().ps | {_RANKS}()",),
+        without="boot replicas as engines of their own (dp_size=1)",
+    ),
+    Seam(
         purpose="requests that go on with their KV",
         names=(
             f"{_IO}.PauseGenerationReqInput(mode='in_place')",
@@ -181,7 +187,7 @@ SEAMS = (
 """Every place in SGLang that this adapter reaches for."""
 
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
-_HANDLE = "fp8refit"
+_HANDLE, _PLACE = "fp8refit", "fp8refit.place"
 _ORDER = "fp8refit.order"
 
 
@@ -211,17 +217,49 @@ def updater_of(scheduler: Any) -> Any:
     return getattr(scheduler, "weight_updater", scheduler)
 
 
-def call_for(address: str) -> Any:
-    """The request that makes every rank connect to `address`."""
+def num_replicas(arguments: Any) -> int:
+    """How many replicas an engine with these arguments has, each with a process group of its own."""
+    return 1 if getattr(arguments, "enable_dp_attention", False) else int(getattr(arguments, "dp_size", 1))
+
+
+def replica_of(scheduler: Any) -> int:
+    """The number of a scheduler's replica."""
+    if num_replicas(scheduler.server_args) == 1:
+        return 0
+    ranks = getattr(scheduler, "ps", None)
+    return int((ranks if ranks is not None else resolve_name(_RANKS)()).dp_rank)
+
+
+def dead_processes() -> list[str]:
+    """The names of SGLang's processes that ended with nobody to notice: what starts replicas does not look after them."""
+    import psutil
+
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if child.status() == psutil.STATUS_ZOMBIE and child.name().startswith("sglang::"):
+                found.append(f"{child.name()} (PID {child.pid})")
+    return found
+
+
+def call_for(address: str, place: str | None) -> Any:
+    """The request that makes every rank connect to `address`, and meet the others at `place` if there is one."""
     from sglang.srt.managers.io_struct import UpdateWeightsFromIPCReqInput
 
-    return UpdateWeightsFromIPCReqInput(zmq_handles={_HANDLE: address}, flush_cache=False)
+    places = {} if place is None else {_PLACE: place}
+    return UpdateWeightsFromIPCReqInput(zmq_handles={_HANDLE: address, **places}, flush_cache=False)
 
 
 def address_in(request: Any) -> str | None:
     """The address to connect to, or None if the request is not ours."""
     address: str | None = request.zmq_handles.get(_HANDLE)
     return address
+
+
+def place_in(request: Any) -> str | None:
+    """Where to meet the ranks of other replicas."""
+    place: str | None = request.zmq_handles.get(_PLACE)
+    return place
 
 
 def handles_for(order: str) -> dict[str, str]:
@@ -343,8 +381,8 @@ def why_not_refitted(arguments: Any) -> str | None:
     def value(name: str, default: Any = None) -> Any:
         return getattr(arguments, name, default)
 
-    if value("dp_size", 1) > 1 or value("enable_dp_attention"):
-        return "it uses data-parallel replicas or data-parallel attention; start one engine per replica, and refit each"
+    if value("enable_dp_attention"):
+        return "it uses data-parallel attention; start one engine per replica, and refit each"
     if value("pp_size", 1) > 1:
         return "it is pipeline-parallel; leave out pp_size"
     if value("nnodes", 1) > 1:

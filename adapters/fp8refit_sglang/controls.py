@@ -1,18 +1,20 @@
 """Pauses, resumes and refuses the requests of an SGLang engine, in the process that takes them."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from fp8refit.config import RefitConfig
 from fp8refit.driver.admission import refusal, still_running
-from fp8refit.errors import UnsupportedEngineError
+from fp8refit.errors import EngineLostError, UnsupportedEngineError
 from fp8refit_sglang.apart import check_continues
-from fp8refit_sglang.compat import call_for
+from fp8refit_sglang.compat import call_for, dead_processes, num_replicas
 from fp8refit_sglang.gate import TokenizerGate
 
-_POLL_S = 0.005
+T = TypeVar("T")
+
+_POLL_S, _LOOK_S = 0.005, 1.0
 _RETRACT_S = 10.0
 """Longest wait for schedulers that put running requests back into their queues, which are gone with a lost engine."""
 
@@ -51,8 +53,14 @@ class TokenizerControls:
 
     @property
     def num_ranks(self) -> int:
-        """Number of the engine's ranks."""
-        return int(self._manager.server_args.tp_size)
+        """Number of the ranks of all replicas."""
+        arguments = self._manager.server_args
+        return int(arguments.tp_size) * num_replicas(arguments)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether the ranks share no process group."""
+        return num_replicas(self._manager.server_args) > 1
 
     @property
     def num_unfinished(self) -> int:
@@ -91,11 +99,15 @@ class TokenizerControls:
         return self.num_unfinished if config.in_flight == "wait" else num_unfinished
 
     async def _stop(self, config: RefitConfig) -> None:
-        while config.in_flight in ("wait", "abort") and not await self._is_drained():
+        if config.in_flight in ("wait", "abort"):
+            await _while_all_live(self._drain(config))
+        await self._pause(is_in_place=config.in_flight == "continue")
+
+    async def _drain(self, config: RefitConfig) -> None:
+        while not await self._is_drained():
             if config.in_flight == "abort":
                 self._manager.abort_request(abort_all=True)
             await asyncio.sleep(_POLL_S)
-        await self._pause(is_in_place=config.in_flight == "continue")
 
     async def _settle(self) -> None:
         """Restore the pause state from before the refit, or what users have asked for since."""
@@ -150,11 +162,11 @@ class TokenizerControls:
             UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
         )
 
-    async def ring(self, address: str) -> tuple[bool, str]:
-        """Make every rank connect to `address`; return rank 0's success and SGLang's message."""
+    async def ring(self, address: str, place: str | None) -> tuple[bool, str]:
+        """Make every rank connect to `address`; return whether the first of each replica did, and SGLang's messages."""
         self._manager.auto_create_handle_loop()
-        results = await self._manager.update_weights_from_ipc_communicator(call_for(address))
-        return bool(results[0].success), str(results[0].message)
+        results = await _while_all_live(self._manager.update_weights_from_ipc_communicator(call_for(address, place)))
+        return all(result.success for result in results), "; ".join(result.message for result in results)
 
     async def _is_drained(self) -> bool:
         """Whether the schedulers have no requests; some may wait here for the end of a pause."""
@@ -190,3 +202,19 @@ class TokenizerControls:
 
     def _decide(self, is_paused: bool) -> None:
         self._was_paused = is_paused
+
+
+async def _while_all_live(steps: Coroutine[Any, Any, T]) -> T:
+    """Await what only ends if every process of SGLang goes on.
+
+    Raises:
+        EngineLostError: One does not.
+    """
+    task = asyncio.ensure_future(steps)
+    try:
+        while not (await asyncio.wait((task,), timeout=_LOOK_S))[0]:
+            if dead := dead_processes():
+                raise EngineLostError(f"{', '.join(dead)} died; restart the engine")
+        return task.result()
+    finally:
+        task.cancel()

@@ -11,9 +11,10 @@ from typing_extensions import override
 from fp8refit.config import RefitConfig
 from fp8refit.driver import engine
 from fp8refit.driver.admission import cache_kept, unfinished
+from fp8refit.driver.replicas import gathering
 from fp8refit.errors import EngineLostError, UnsupportedEngineError
 from fp8refit.remote.protocol.channel import Answers, Channel
-from fp8refit.remote.protocol.messages import have_done
+from fp8refit.remote.protocol.messages import failure_of, have_done
 from fp8refit.transport.loopback import Switchboard
 from fp8refit_sglang.controls import TokenizerControls
 from fp8refit_sglang.worker import FLUSH, KEPT, SET_APART
@@ -25,6 +26,7 @@ NOT_LOADED = (
     "no entry points), and leave it in SGLANG_PLUGINS. If it is there, their log says what this SGLang lacks"
 )
 POLL_S = 0.005
+_HOST = "127.0.0.1"
 _SETTLING_S = 1.0
 """Seconds that a scheduler may need to notice that its last request has finished."""
 
@@ -41,6 +43,7 @@ class Driver(engine.Driver, Channel):
     def __init__(self, controls: TokenizerControls) -> None:
         self._controls = controls
         self._switchboard = Switchboard(controls.num_ranks)
+        self._is_gathered = not controls.has_replicas
         self._timeout_s = RefitConfig().timeout_s
         self._drop = FLUSH
 
@@ -92,7 +95,7 @@ class Driver(engine.Driver, Channel):
     async def send(self, messages: Sequence[str], timeouts_s: Sequence[float], *, begins: bool) -> Awaitable[Answers]:
         """Send messages. The engine's event loop does not run between this call and the wait for the answers."""
         if not begins:
-            return self._drive(self._exchange(messages, timeouts_s))
+            return self._drive(self._ask(messages, timeouts_s))
         told = asyncio.Event()
 
         async def begin() -> asyncio.Future[Answers]:
@@ -107,8 +110,22 @@ class Driver(engine.Driver, Channel):
 
         return self._drive(_wait_for(await self._drive(begin())))
 
+    async def _ask(self, messages: Sequence[str], timeouts_s: Sequence[float]) -> Answers:
+        """`_exchange`; before the first one the ranks of replicas meet."""
+        if self._is_gathered:
+            return await self._exchange(messages, timeouts_s)
+        with gathering(1, self._controls.num_ranks, host=_HOST, timeout_s=self._timeout_s) as (place,):
+            longer_s = [timeout_s + self._timeout_s for timeout_s in timeouts_s]
+            answers = await self._exchange(messages, longer_s, place=place.model_dump_json())
+        self._is_gathered = not any(map(failure_of, answers.said))
+        return answers
+
     async def _exchange(
-        self, messages: Sequence[str], timeouts_s: Sequence[float], on_told: Callable[[], object] | None = None
+        self,
+        messages: Sequence[str],
+        timeouts_s: Sequence[float],
+        on_told: Callable[[], object] | None = None,
+        place: str | None = None,
     ) -> Answers:
         """Send one message, or two and between them the order to drop caches, in one conversation.
 
@@ -120,7 +137,8 @@ class Driver(engine.Driver, Channel):
             times_s.append(time.perf_counter())
             return bool(have_done(heard[0], messages[0])) if len(heard) == 1 else KEPT not in heard[1]
 
-        send = partial(self._switchboard.send, ring=self._ring, goes_on=goes_on, on_told=on_told)
+        ring = partial(self._ring, place=place)
+        send = partial(self._switchboard.send, ring=ring, goes_on=goes_on, on_told=on_told)
         if len(messages) == 1:
             return Answers(said=(await send(messages, timeouts_s=timeouts_s))[0])
         first_s, second_s = timeouts_s
@@ -133,8 +151,8 @@ class Driver(engine.Driver, Channel):
             heard = await send(messages[1:], timeouts_s=(second_s,))
         return Answers(said=heard[-1], flush_s=times_s[-1] - times_s[0])
 
-    async def _ring(self, address: str) -> None:
-        success, said = await self._controls.ring(address)
+    async def _ring(self, address: str, *, place: str | None) -> None:
+        success, said = await self._controls.ring(address, place)
         if success:
             return
         if not self._switchboard.has_been_called:

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from fp8refit.errors import EngineAsleepError
 from fp8refit.live.slots import FP8_DTYPE, dtype_name
 from fp8refit_sglang.apart import set_apart
-from fp8refit_sglang.compat import forward_scope, has_graphs, recapture, updater_of
+from fp8refit_sglang.compat import forward_scope, has_graphs, recapture, replica_of, updater_of
 
 
 class Scheduler:
@@ -43,18 +43,18 @@ class Scheduler:
 
     @property
     def process_group(self) -> ProcessGroup:
-        """The CPU process group of this engine's ranks."""
+        """The CPU process group of this replica's ranks."""
         group: ProcessGroup = self._scheduler.tp_group.cpu_group
         return group
 
     @property
     def rank(self) -> int:
-        """This rank's number."""
-        return int(self._scheduler.tp_group.rank_in_group)
+        """This rank's number among those of all replicas."""
+        return replica_of(self._scheduler) * self.num_ranks + int(self._scheduler.tp_group.rank_in_group)
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks."""
+        """The number of this replica's ranks."""
         return int(self._scheduler.tp_group.world_size)
 
     @property

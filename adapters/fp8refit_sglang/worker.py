@@ -14,6 +14,7 @@ import torch
 from fp8refit.config import RefitConfig
 from fp8refit.driver.attach import made_once
 from fp8refit.driver.lora_target import LoraTarget
+from fp8refit.driver.replicas import gathered
 from fp8refit.errors import EngineAsleepError, EngineBusyError, RefitError
 from fp8refit.fill.plan import is_any_of
 from fp8refit.live.drafts import with_draft
@@ -25,7 +26,7 @@ from fp8refit.tracing.inventory import inventory_of
 from fp8refit.tracing.twin import Twin
 from fp8refit.transport.loopback import RankConnection
 from fp8refit.transport.process_group import ProcessGroupExchange
-from fp8refit_sglang.compat import VERSIONS, address_in, loses_weights, receipt, scheduler_of
+from fp8refit_sglang.compat import VERSIONS, address_in, loses_weights, place_in, receipt, scheduler_of
 from fp8refit_sglang.drafts import Draft, draft_of
 from fp8refit_sglang.kv_cache import HeldScales, read_kv_cache
 from fp8refit_sglang.layout import SglangRules
@@ -48,7 +49,7 @@ def serve(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     if address is None:
         return original(manager, request)
     try:
-        _converse(Scheduler(scheduler_of(manager)), address)
+        _converse(Scheduler(scheduler_of(manager)), address, place_in(request))
     except RefitError as error:
         logger.warning("the driver of a refit is gone: %s", error)
         return receipt(success=False, message=str(error))
@@ -66,12 +67,20 @@ def note_sleep(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     return original(manager, request)
 
 
-def _converse(scheduler: Scheduler, address: str) -> None:
+def _converse(scheduler: Scheduler, address: str, place: str | None) -> None:
     """Answer what the driver at `address` says to one rank.
+
+    Args:
+        scheduler: Of the rank.
+        address: Where the driver listens.
+        place: A `Gathering`, if this rank shall vote with those of other replicas from now on.
 
     Raises:
         RankFailedError: The driver is gone.
     """
+    if place is not None:
+        before: RankServer | None = getattr(scheduler.itself, _SERVER, None)
+        setattr(scheduler.itself, _SERVER, gathered(lambda: rank_of(scheduler), place, scheduler.rank, before=before))
     server = made_once(scheduler.itself, _SERVER, lambda: RankServer(lambda: rank_of(scheduler)))
     connection = RankConnection(address, scheduler.rank, timeout_s=RefitConfig().timeout_s)
     try:

@@ -16,7 +16,7 @@ from torch import nn
 from fp8refit.driver.attach import hold, made_once
 from fp8refit.driver.drop_in import DropInOptions
 from fp8refit.driver.lora_target import LoraTarget
-from fp8refit.driver.replicas import Gathering
+from fp8refit.driver.replicas import gathered
 from fp8refit.errors import UnsupportedEngineError
 from fp8refit.fill.plan import is_any_of
 from fp8refit.live.drafts import with_draft
@@ -112,22 +112,8 @@ def serve(worker: Any, message: str, gathering: str = "") -> str:
     """
     if gathering:
         before: RankServer | None = getattr(worker, _SERVER, None)
-        setattr(worker, _SERVER, RankServer(lambda: _gathered(worker, gathering, before)))
+        setattr(worker, _SERVER, gathered(lambda: rank_of(worker), gathering, worker.rank, before=before))
     return made_once(worker, _SERVER, lambda: RankServer(lambda: rank_of(worker))).handle(message)
-
-
-def _gathered(worker: Any, gathering: str, before: RankServer | None) -> Rank:
-    """The rank of `worker` among those of all replicas. Updates by the worker itself go on alone.
-
-    Args:
-        worker: The worker.
-        gathering: Where all ranks meet.
-        before: What an earlier driver has left.
-    """
-    if before is not None and before.orders is not None:
-        before.orders.forget()
-    group = Gathering.model_validate_json(gathering).join(worker.rank)
-    return Rank(rank_of(worker).target, group)
 
 
 def show_flag(worker: Any) -> str:

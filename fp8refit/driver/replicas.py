@@ -1,6 +1,6 @@
 """Replicas behind one client: their ranks vote together, as those of one engine, so that all commit a policy or none does."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -8,6 +8,8 @@ from pydantic import Field
 
 from fp8refit.config import LONGEST_WAIT_S
 from fp8refit.errors import EngineLostError, TransportError
+from fp8refit.ranks.rank import Rank
+from fp8refit.remote.rank_server import RankServer
 from fp8refit.transport.collective.board import Address
 from fp8refit.transport.collective.store import find_store, open_store
 from fp8refit.transport.process_group import ProcessGroupExchange
@@ -47,6 +49,24 @@ class Gathering(Address, frozen=True):
         if hasattr(group, "_set_default_timeout"):  # from now on, each vote has a limit of its own
             group._set_default_timeout(timedelta(seconds=LONGEST_WAIT_S))
         return ProcessGroupExchange(group)
+
+
+def gathered(rank: Callable[[], Rank], place: str, number: int, *, before: RankServer | None) -> RankServer:
+    """Answers requests to a rank of a replica as one of all replicas, which meet at the first. Its own updates go on alone.
+
+    Args:
+        rank: The rank among those of its replica.
+        place: The `Gathering`.
+        number: Of the rank, among those that got the same place.
+        before: What an earlier driver has left.
+    """
+
+    def meet() -> Rank:
+        if before is not None and before.orders is not None:
+            before.orders.forget()
+        return Rank(rank().target, Gathering.model_validate_json(place).join(number))
+
+    return RankServer(meet)
 
 
 @contextmanager

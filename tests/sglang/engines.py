@@ -6,18 +6,23 @@ A failed boot ends this process by SIGKILL, so every scenario runs in a process 
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import sglang
+from sglang.srt.managers.io_struct import RpcReqInput
 
 from tests.engines.subject import make_policy
 from tests.tiny_models import FP8_CONFIG, save_model
 
 __all__ = ["make_policy"]
 
+ANSWER_S = 60
+BINDS_REPLICAS = tuple(map(int, sglang.__version__.split(".")[:3])) >= (0, 5, 20)
+"""Whether the ranks of every replica have cores of their own, not only those of one."""
 PROMPTS = [[(31 * i + 7 * j) % 256 for j in range(length)] for i, length in enumerate((24, 200))]
 """The radix cache keeps single tokens, so it keeps both of them."""
 SAMPLING = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
@@ -48,7 +53,9 @@ NOISE = {"load_format": "dummy", "json_model_override_args": json.dumps({"quanti
 def boot(model: Path, num_ranks: int = 1, **options: Any) -> sglang.Engine:
     """Start an engine, each rank on a core of its own if there are as many."""
     cores = sorted(os.sched_getaffinity(0))
-    bound = (str(cores[rank % len(cores)]) for rank in range(num_ranks))
+    num_replicas = 1 if options.get("enable_dp_attention") else options.get("dp_size", 1)
+    num_bound = num_ranks * options.get("pp_size", 1) * (num_replicas if BINDS_REPLICAS else 1)
+    bound = (str(cores[rank % len(cores)]) for rank in range(num_bound))
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)  # 0.5.15 wants one a rank, neither fewer nor more
     return sglang.Engine(**settings(model, num_ranks) | options)
 
@@ -97,15 +104,27 @@ def said(output: dict) -> dict:
 def look(engine: sglang.Engine, what: str, *arguments: Any) -> list:
     """What each rank answers; `observer.OBSERVATIONS` and `faults.FAULTS` are what there is."""
     with tempfile.TemporaryDirectory() as folder:
-        engine.collective_rpc("fp8refit_test_observe", folder=folder, what=what, arguments=list(arguments))
-        answers = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_ranks_of(engine))]
+        asked = {"folder": folder, "what": what, "arguments": list(arguments)}
+        files = [Path(folder) / f"{rank}.json" for rank in range(num_ranks_of(engine))]
+        if engine.server_args.dp_size == 1:
+            engine.collective_rpc("fp8refit_test_observe", **asked)
+        else:  # SGLang's own RPC reaches no replica
+            engine.tokenizer_manager._dispatch_to_scheduler(
+                RpcReqInput(method="fp8refit_test_observe", parameters=asked)
+            )
+        deadline_s = time.monotonic() + ANSWER_S
+        while not all(file.exists() for file in files):
+            assert time.monotonic() < deadline_s, f"ranks do not answer: {files}"
+            time.sleep(1e-3)
+        answers = [json.loads(file.read_text()) for file in files]
     errors = [answer for answer in answers if "error" in answer]
     assert not errors, errors
     return [answer["found"] for answer in answers]
 
 
 def num_ranks_of(engine: sglang.Engine) -> int:
-    return engine.server_args.tp_size
+    arguments = engine.server_args
+    return arguments.tp_size * arguments.pp_size * (1 if arguments.enable_dp_attention else arguments.dp_size)
 
 
 def state(engine: sglang.Engine) -> dict:

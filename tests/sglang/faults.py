@@ -1,13 +1,13 @@
 """Faults inside a rank, armed from outside, and one pretence."""
 
-import torch
+from observer import number_of
 
 from tests.engines.faults import before_next, end_next_write, fail
 
 
 def arm(scheduler, rank: int, _: str) -> bool:
     """Let the next write of `rank` fail once its last slot is written; whether this is that rank."""
-    if torch.distributed.get_rank() != rank:
+    if number_of(scheduler) != rank:
         return False
     end_next_write(fail)
     return True
@@ -44,7 +44,7 @@ def update(scheduler, *arguments) -> dict:
     """Update the engine from within this scheduler."""
     from tests import updating
 
-    return updating.update(scheduler, torch.distributed.get_rank(), *arguments)
+    return updating.update(scheduler, number_of(scheduler), *arguments)
 
 
 def update_model(scheduler, family: str, seed: int) -> dict:
@@ -52,7 +52,7 @@ def update_model(scheduler, family: str, seed: int) -> dict:
     from tests import updating
 
     model = scheduler.tp_worker.model_runner.model
-    return updating.update(model, torch.distributed.get_rank(), family, seed, "buckets")
+    return updating.update(model, number_of(scheduler), family, seed, "buckets")
 
 
 def is_dirty(scheduler) -> bool:

@@ -7,8 +7,10 @@ import gc
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 
+import setproctitle
 import torch
 from safetensors.torch import save_file
 
@@ -28,7 +30,18 @@ def observe(scheduler, folder: str, what: str, arguments: list) -> None:
         answer = {"found": (OBSERVATIONS | faults.FAULTS | drop_ins.OBSERVATIONS)[what](scheduler, *arguments)}
     except Exception as error:  # noqa: BLE001
         answer = {"error": repr(error)}
-    (Path(folder) / f"{torch.distributed.get_rank()}.json").write_text(json.dumps(answer))
+    file = Path(folder) / f"{number_of(scheduler)}.json"
+    file.with_suffix(".part").write_text(json.dumps(answer))
+    file.with_suffix(".part").rename(file)
+
+
+def number_of(scheduler) -> int:
+    """Of a rank, among those of all replicas."""
+    replica = re.search(r"_DP(\d+)", setproctitle.getproctitle())
+    number = torch.distributed.get_rank()
+    if replica is None or scheduler.server_args.enable_dp_attention:  # whose groups are all one
+        return number
+    return int(replica[1]) * torch.distributed.get_world_size() + number
 
 
 def live_bytes(scheduler) -> dict[str, str]:
@@ -43,7 +56,7 @@ def places(scheduler) -> dict[str, list]:
 def save(scheduler, folder: str) -> None:
     """Write every parameter and buffer to a file of this rank."""
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in _live(scheduler).items()}
-    save_file(tensors, Path(folder) / f"{torch.distributed.get_rank()}.safetensors")
+    save_file(tensors, Path(folder) / f"{number_of(scheduler)}.safetensors")
 
 
 def scribble(scheduler) -> None:

@@ -1,0 +1,95 @@
+"""Engines of several replicas, refitted as one. `test_replicas_stubbed_kernels.py` says what must come of it."""
+
+import asyncio
+import signal
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import psutil
+import sglang
+from engines import ASKED, NOISE, PROMPTS, SAMPLING, bf16_of, booted, make_policy, said
+from subject import Subject, refused
+
+from fp8refit import Refitter
+from tests.engines.attempts import ATTEMPTS, try_policies
+
+LONG = SAMPLING | {"max_new_tokens": 60}
+IN_FLIGHT = {"wait": [1], "keep": [0, 1], "continue": [1, 0]}
+"""Which replicas run a request meanwhile; others are idle."""
+BEGINS_S = 60
+
+
+class Replicas(Subject):
+    """An engine of several replicas, each of which answers every prompt."""
+
+    def generate(self) -> list[dict]:
+        asked = [(prompt, replica) for replica in range(self.engine.server_args.dp_size) for prompt in PROMPTS]
+        return [said(self.engine.generate(input_ids=p, routed_dp_rank=replica, **ASKED)) for p, replica in asked]
+
+
+def run_replicas(family: str, num_ranks: int, work: Path, **options: Any) -> dict:
+    """Policies over noise. Replicas of several ranks: faults of the last. Of one: requests, and a replica that dies.
+
+    Args:
+        family: Of models.
+        num_ranks: Of each replica.
+        work: Folder for checkpoints.
+        options: Of the engine.
+    """
+    with booted(bf16_of(family, 1, work), num_ranks, **NOISE | options) as engine:
+        subject = Replicas(engine)
+        found: dict[str, Any] = {"policies": try_policies(subject, family)}
+        if num_ranks > 1:
+            return found | try_faults(subject, family, work)
+        for seed, (in_flight, busy) in zip((2, 1, 2), IN_FLIGHT.items(), strict=True):
+            steps = go_on(engine, make_policy(family, seed), in_flight, busy)
+            found[in_flight] = engine.loop.run_until_complete(steps) | {"live": subject.live()}
+        return found | {"killed": kill(subject, family)}
+
+
+def try_faults(subject: Replicas, family: str, work: Path) -> dict:
+    """Every attempt, and the refit that heals it."""
+    found, good = {}, subject.state()
+    for name, attempt in ATTEMPTS.items():
+        found[name] = attempt(subject, family, work)
+        subject.refit(make_policy(family, 1))
+        found[name]["healed"] = subject.state() == good and not subject.is_dirty
+    return found
+
+
+async def go_on(engine: sglang.Engine, policy: dict, in_flight: str, busy: list[int]) -> dict:
+    """Refit while some replicas run a request."""
+    begun = [asyncio.Event() for _ in busy]
+
+    async def run(replica: int, has_begun: asyncio.Event) -> int:
+        asked = {"input_ids": PROMPTS[0], "sampling_params": LONG, "routed_dp_rank": replica, "stream": True}
+        async for output in await engine.async_generate(**asked):
+            has_begun.set()
+            num_tokens = output["meta_info"]["completion_tokens"]
+        return num_tokens
+
+    running = [asyncio.ensure_future(run(*each)) for each in zip(busy, begun, strict=True)]
+    async with asyncio.timeout(BEGINS_S):
+        await asyncio.gather(*(each.wait() for each in begun))
+    report = await Refitter(engine, in_flight=in_flight).refit_async(policy)
+    return {"num_interrupted": report.num_interrupted, "lengths": await asyncio.gather(*running)}
+
+
+def kill(subject: Replicas, family: str) -> dict:
+    """A scheduler dies that SGLang does not miss: refits that wait for its request, and for its answer."""
+    engine, policy = subject.engine, make_policy(family, 1)
+
+    async def begin_and_refit() -> None:
+        stream = await engine.async_generate(input_ids=PROMPTS[0], sampling_params=LONG, routed_dp_rank=1, stream=True)
+        await anext(stream)
+        replica.send_signal(signal.SIGKILL)
+        await Refitter(engine).refit_async(policy)
+
+    def run(steps: Coroutine[Any, Any, object]) -> dict | None:
+        return refused(lambda: engine.loop.run_until_complete(steps))
+
+    processes = psutil.Process().children(recursive=True)
+    (replica,) = (process for process in processes if "_DP1" in "".join(process.cmdline()))
+    found = {"request": run(begin_and_refit()), "answer": run(Refitter(engine, in_flight="keep").refit_async(policy))}
+    return found | {"entries": {name: refused(enter) for name, enter in subject.entries.items()}}

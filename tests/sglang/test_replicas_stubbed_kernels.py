@@ -1,0 +1,86 @@
+"""SGLang engines of several replicas with stubbed kernels: one refit and one vote, and all replicas commit or none does.
+
+If a replica of several ranks loses one, SGLang ends the engine and the process that booted it; if one of one rank dies, nobody
+notices but us.
+"""
+
+import pytest
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+
+NUM_REPLICAS = 2
+CASES = {"qwen3": 1, "qwen2_wide": 2}
+"""Ranks of each replica, by the family."""
+
+
+@pytest.fixture(scope="module")
+def of_one(run_engine):
+    return run_engine("replicas", family="qwen3", num_ranks=CASES["qwen3"], dp_size=NUM_REPLICAS)
+
+
+@pytest.fixture(scope="module")
+def of_two(run_engine):
+    return run_engine("replicas", family="qwen2_wide", num_ranks=CASES["qwen2_wide"], dp_size=NUM_REPLICAS)
+
+
+@pytest.fixture(params=CASES)
+def case(request, of_one, of_two, fresh):
+    """What replicas found, and a fresh engine of the policy."""
+    return {"qwen3": of_one, "qwen2_wide": of_two}[request.param], fresh[f"{request.param}-{CASES[request.param]}"]
+
+
+def test_every_rank_of_every_replica_holds_what_a_fresh_engine_loads(case):
+    found, booted = case
+    rounds, num_ranks = found["policies"]["rounds"], NUM_REPLICAS * len(booted["live"])
+    assert [(one["version"], one["ranks"]) for one in rounds] == [
+        (version, list(range(num_ranks))) for version in (1, 2, 3)
+    ]
+    assert rounds[1]["live"] == booted["live"] * NUM_REPLICAS
+    assert rounds[0]["live"] == rounds[2]["live"] != rounds[1]["live"]
+    assert found["policies"]["moved"] == [[]] * num_ranks
+
+
+def test_every_replica_says_what_a_fresh_engine_says_without_an_older_policys_cache(case):
+    found, booted = case
+    assert found["policies"]["rounds"][1]["outputs"] == booted["outputs"] * NUM_REPLICAS
+    for one in found["policies"]["rounds"]:
+        assert [output["num_cached"] for output in one["again"]] == [23, 199] * NUM_REPLICAS
+    assert found["policies"]["traces"] == []
+
+
+@pytest.mark.parametrize("source", ["refit", "files"])
+def test_strict_finds_nan_before_anything_is_written_to_any_replica(source, of_two):
+    assert of_two["strict"][source]["error"] == "NonFiniteError"
+    assert of_two["strict"]["untouched"] and not of_two["strict"]["dirty"]
+
+
+@pytest.mark.parametrize(("attempt", "error"), [("rank fault", "RankFailedError"), ("bad values", "NonFiniteError")])
+def test_a_fault_on_one_rank_leaves_every_replica_refusing_until_the_next_refit(attempt, error, of_two):
+    found = of_two[attempt]
+    assert found["refit"]["error"] == error
+    assert found["changed"] == [True] * 4 and found["dirty"]
+    assert {entry["error"] for entry in found["entries"].values()} == {"EngineDirtyError"}
+    assert found["healed"]
+
+
+def test_the_fault_was_that_of_the_last_replica_alone(of_two):
+    assert of_two["rank fault"]["armed"] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(("in_flight", "num_interrupted"), [("wait", 0), ("keep", 2), ("continue", 2)])
+def test_requests_of_replicas_go_on_and_idle_ones_take_part(in_flight, num_interrupted, of_one):
+    found, rounds = of_one[in_flight], of_one["policies"]["rounds"]
+    assert found["num_interrupted"] == num_interrupted
+    assert set(found["lengths"]) == {60}
+    assert found["live"] == rounds[0 if in_flight == "keep" else 1]["live"]
+
+
+@pytest.mark.parametrize("way", ["request", "answer"])
+def test_a_replica_that_died_is_told_at_once(way, of_one):
+    found = of_one["killed"][way]
+    assert found["error"] == "EngineLostError" and "restart the engine" in found["message"]
+    assert found["seconds"] < 60
+
+
+def test_an_engine_that_lost_a_replica_refuses_requests(of_one):
+    assert {entry["error"] for entry in of_one["killed"]["entries"].values()} == {"EngineDirtyError"}
