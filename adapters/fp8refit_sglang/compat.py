@@ -146,6 +146,11 @@ SEAMS = (
         without="boot replicas as engines of their own (dp_size=1)",
     ),
     Seam(
+        purpose="stages of a pipeline",
+        names=within(f"{_MANAGERS}.scheduler.Scheduler()", "world_group pp_group"),
+        without="boot without pp_size",
+    ),
+    Seam(
         purpose="requests that go on with their KV",
         names=(
             f"{_IO}.PauseGenerationReqInput(mode='in_place')",
@@ -222,6 +227,11 @@ def num_replicas(arguments: Any) -> int:
     return 1 if getattr(arguments, "enable_dp_attention", False) else int(getattr(arguments, "dp_size", 1))
 
 
+def num_stages(arguments: Any) -> int:
+    """How many stages the pipeline of each replica has."""
+    return int(getattr(arguments, "pp_size", 1))
+
+
 def replica_of(scheduler: Any) -> int:
     """The number of a scheduler's replica."""
     if num_replicas(scheduler.server_args) == 1:
@@ -250,15 +260,20 @@ def call_for(address: str, place: str | None) -> Any:
     return UpdateWeightsFromIPCReqInput(zmq_handles={_HANDLE: address, **places}, flush_cache=False)
 
 
-def address_in(request: Any) -> str | None:
-    """The address to connect to, or None if the request is not ours."""
-    address: str | None = request.zmq_handles.get(_HANDLE)
+def is_call(request: Any) -> bool:
+    """Whether a request is ours."""
+    return _HANDLE in request.zmq_handles
+
+
+def address_in(call: Any) -> str:
+    """The address to connect to."""
+    address: str = call.zmq_handles[_HANDLE]
     return address
 
 
-def place_in(request: Any) -> str | None:
+def place_in(call: Any) -> str | None:
     """Where to meet the ranks of other replicas."""
-    place: str | None = request.zmq_handles.get(_PLACE)
+    place: str | None = call.zmq_handles.get(_PLACE)
     return place
 
 
@@ -320,7 +335,6 @@ def refuse_requests(scheduler: Any, requests: Sequence[Any], reason: str) -> lis
     )
 
     said = {"type": "abort", "status_code": HTTPStatus.SERVICE_UNAVAILABLE, "message": str(refusal(reason))}
-    channels = getattr(scheduler, "ipc_channels", scheduler)
     others = []
     for request in requests:
         if isinstance(request, (BatchTokenizedGenerateReqInput, BatchTokenizedEmbeddingReqInput)):
@@ -331,13 +345,18 @@ def refuse_requests(scheduler: Any, requests: Sequence[Any], reason: str) -> lis
             others.append(request)
             continue
         for one in refused:
-            channels.send_to_tokenizer.send_output(AbortReq(finished_reason=said, rid=one.rid), one)
+            send_to_manager(scheduler, AbortReq(finished_reason=said, rid=one.rid), one)
     if any(isinstance(request, ContinueGenerationReqInput) for request in others):
         # What was paused in place would run; in the queue it is aborted.
         scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
     if scheduler.waiting_queue:
         scheduler.abort_request(AbortReq(abort_all=True, finished_reason=said))
     return others
+
+
+def send_to_manager(scheduler: Any, answer: Any, request: Any) -> None:
+    """Answer a request to a scheduler; only the first rank of each replica does."""
+    getattr(scheduler, "ipc_channels", scheduler).send_to_tokenizer.send_output(answer, request)
 
 
 def receipt(*, success: bool, message: str) -> Any:
@@ -383,8 +402,6 @@ def why_not_refitted(arguments: Any) -> str | None:
 
     if value("enable_dp_attention"):
         return "it uses data-parallel attention; start one engine per replica, and refit each"
-    if value("pp_size", 1) > 1:
-        return "it is pipeline-parallel; leave out pp_size"
     if value("nnodes", 1) > 1:
         return "it spans several hosts; start one engine per host"
     if value("tokenizer_worker_num", 1) > 1:

@@ -9,11 +9,13 @@ from fp8refit.config import RefitConfig
 from fp8refit.driver.admission import refusal, still_running
 from fp8refit.errors import EngineLostError, UnsupportedEngineError
 from fp8refit_sglang.apart import check_continues
-from fp8refit_sglang.compat import call_for, dead_processes, num_replicas
+from fp8refit_sglang.compat import call_for, dead_processes, num_replicas, num_stages
 from fp8refit_sglang.gate import TokenizerGate
 
 T = TypeVar("T")
 
+_DRAINING = ("wait", "abort")
+"""Values of `in_flight` with which schedulers have no requests during a refit."""
 _POLL_S, _LOOK_S = 0.005, 1.0
 _RETRACT_S = 10.0
 """Longest wait for schedulers that put running requests back into their queues, which are gone with a lost engine."""
@@ -55,7 +57,7 @@ class TokenizerControls:
     def num_ranks(self) -> int:
         """Number of the ranks of all replicas."""
         arguments = self._manager.server_args
-        return int(arguments.tp_size) * num_replicas(arguments)
+        return int(arguments.tp_size) * num_stages(arguments) * num_replicas(arguments)
 
     @property
     def has_replicas(self) -> bool:
@@ -76,6 +78,11 @@ class TokenizerControls:
         """
         if config.in_flight == "continue":
             check_continues(self._manager.server_args)
+        if config.in_flight not in _DRAINING and num_stages(self._manager.server_args) > 1:
+            raise UnsupportedEngineError(
+                f"in_flight={config.in_flight!r}: stages of a pipeline run on while SGLang pauses generation; choose "
+                + " or ".join(map(repr, _DRAINING))
+            )
         refused_because = self._gate.reason if self._gate is not None else None
         num_unfinished = self.num_unfinished
         gate = self._close_gate()
@@ -99,7 +106,7 @@ class TokenizerControls:
         return self.num_unfinished if config.in_flight == "wait" else num_unfinished
 
     async def _stop(self, config: RefitConfig) -> None:
-        if config.in_flight in ("wait", "abort"):
+        if config.in_flight in _DRAINING:
             await _while_all_live(self._drain(config))
         await self._pause(is_in_place=config.in_flight == "continue")
 

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from fp8refit.errors import EngineAsleepError
 from fp8refit.live.slots import FP8_DTYPE, dtype_name
 from fp8refit_sglang.apart import set_apart
-from fp8refit_sglang.compat import forward_scope, has_graphs, recapture, replica_of, updater_of
+from fp8refit_sglang.compat import forward_scope, has_graphs, num_stages, recapture, replica_of, updater_of
 
 
 class Scheduler:
@@ -44,18 +44,29 @@ class Scheduler:
     @property
     def process_group(self) -> ProcessGroup:
         """The CPU process group of this replica's ranks."""
-        group: ProcessGroup = self._scheduler.tp_group.cpu_group
+        group: ProcessGroup = self._group.cpu_group
         return group
+
+    @property
+    def _group(self) -> Any:
+        """Those of this replica's ranks in SGLang: of all stages of a pipeline, if there are several."""
+        return self._scheduler.tp_group if num_stages(self._scheduler.server_args) == 1 else self._scheduler.world_group
 
     @property
     def rank(self) -> int:
         """This rank's number among those of all replicas."""
-        return replica_of(self._scheduler) * self.num_ranks + int(self._scheduler.tp_group.rank_in_group)
+        return replica_of(self._scheduler) * self.num_ranks + int(self._group.rank_in_group)
 
     @property
     def num_ranks(self) -> int:
         """The number of this replica's ranks."""
-        return int(self._scheduler.tp_group.world_size)
+        return int(self._group.world_size)
+
+    @property
+    def num_later_stages(self) -> int:
+        """How many stages of the pipeline come after this rank's."""
+        later = num_stages(self._scheduler.server_args) - 1
+        return later - int(self._scheduler.pp_group.rank_in_group) if later else 0
 
     @property
     def draft_algorithm(self) -> str:

@@ -26,13 +26,14 @@ from fp8refit_sglang.kv_cache import give_scales
 from fp8refit_sglang.lora import note_load
 from fp8refit_sglang.scheduler_driver import admit, is_known
 from fp8refit_sglang.server import open_door, refuse_older
-from fp8refit_sglang.worker import note_sleep, serve
+from fp8refit_sglang.worker import answer_late, note_sleep, serve
 
 
 def take_in(original: Callable[..., Any], scheduler: Any, requests: list[Any]) -> Any:
     """Wraps the scheduler method that receives requests."""
     if not is_known(scheduler):
         drop_in.install(scheduler)
+    answer_late(scheduler)
     if requests:
         drop_in.note_flush(scheduler, requests)
     return admit(original, scheduler, requests)

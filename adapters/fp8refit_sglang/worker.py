@@ -26,7 +26,16 @@ from fp8refit.tracing.inventory import inventory_of
 from fp8refit.tracing.twin import Twin
 from fp8refit.transport.loopback import RankConnection
 from fp8refit.transport.process_group import ProcessGroupExchange
-from fp8refit_sglang.compat import VERSIONS, address_in, loses_weights, place_in, receipt, scheduler_of
+from fp8refit_sglang.compat import (
+    VERSIONS,
+    address_in,
+    is_call,
+    loses_weights,
+    place_in,
+    receipt,
+    scheduler_of,
+    send_to_manager,
+)
 from fp8refit_sglang.drafts import Draft, draft_of
 from fp8refit_sglang.kv_cache import HeldScales, read_kv_cache
 from fp8refit_sglang.layout import SglangRules
@@ -40,16 +49,38 @@ logger = logging.getLogger(__name__)
 FLUSH, SET_APART = "flush", "set apart"
 FLUSHED, KEPT = "flushed", "kept"
 
-_SERVER, _RANK = "_fp8refit_server", "_fp8refit_rank"
+_SERVER, _RANK, _PUT_OFF = "_fp8refit_server", "_fp8refit_rank", "_fp8refit_put_off"
 
 
 def serve(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Answer a driver, if the request is ours. Never raises: an exception from a scheduler ends the engine."""
-    address = address_in(request)
-    if address is None:
+    if not is_call(request):
         return original(manager, request)
+    scheduler = Scheduler(scheduler_of(manager))
+    if scheduler.num_later_stages:
+        setattr(scheduler.itself, _PUT_OFF, [scheduler.num_later_stages, request])
+        return None
+    return _answer(scheduler, request)
+
+
+def answer_late(scheduler: Any) -> None:
+    """Called before a scheduler takes requests: answer a driver, if that was put off.
+
+    A stage of a pipeline passes requests on after it took them, and what comes out at the end a step later. So each stage has
+    to make one step more than the next one.
+    """
+    put_off = getattr(scheduler, _PUT_OFF, None)
+    if put_off is None:
+        return
+    put_off[0] -= 1
+    if not put_off[0]:
+        delattr(scheduler, _PUT_OFF)
+        send_to_manager(scheduler, _answer(Scheduler(scheduler), put_off[1]), put_off[1])
+
+
+def _answer(scheduler: Scheduler, request: Any) -> Any:
     try:
-        _converse(Scheduler(scheduler_of(manager)), address, place_in(request))
+        _converse(scheduler, address_in(request), place_in(request))
     except RefitError as error:
         logger.warning("the driver of a refit is gone: %s", error)
         return receipt(success=False, message=str(error))

@@ -28,28 +28,28 @@ class Replicas(Subject):
         return [said(self.engine.generate(input_ids=p, routed_dp_rank=replica, **ASKED)) for p, replica in asked]
 
 
-def run_replicas(family: str, num_ranks: int, work: Path, **options: Any) -> dict:
-    """Policies over noise. Replicas of several ranks: faults of the last. Of one: requests, and a replica that dies.
+def run_replicas(family: str, in_flight: list[str], ending: str, work: Path, **options: Any) -> dict:
+    """Policies over noise, and what else is asked for.
 
     Args:
         family: Of models.
-        num_ranks: Of each replica.
+        in_flight: Ways to treat requests that run.
+        ending: What goes wrong in the end.
         work: Folder for checkpoints.
         options: Of the engine.
     """
-    with booted(bf16_of(family, 1, work), num_ranks, **NOISE | options) as engine:
+    with booted(bf16_of(family, 1, work), options.get("tp_size", 1), **NOISE | options) as engine:
         subject = Replicas(engine)
         found: dict[str, Any] = {"policies": try_policies(subject, family)}
-        if num_ranks > 1:
-            return found | try_faults(subject, family, work)
-        for seed, (in_flight, busy) in zip((2, 1, 2), IN_FLIGHT.items(), strict=True):
-            steps = go_on(engine, make_policy(family, seed), in_flight, busy)
-            found[in_flight] = engine.loop.run_until_complete(steps) | {"live": subject.live()}
-        return found | {"killed": kill(subject, family)}
+        for seed, way in zip((2, 1, 2), in_flight, strict=False):
+            steps = go_on(engine, make_policy(family, seed), way, IN_FLIGHT[way])
+            found[way] = engine.loop.run_until_complete(steps) | {"live": subject.live()}
+        return found | ENDINGS[ending](subject, family, work)
 
 
 def try_faults(subject: Replicas, family: str, work: Path) -> dict:
     """Every attempt, and the refit that heals it."""
+    subject.refit(make_policy(family, 1))
     found, good = {}, subject.state()
     for name, attempt in ATTEMPTS.items():
         found[name] = attempt(subject, family, work)
@@ -76,7 +76,7 @@ async def go_on(engine: sglang.Engine, policy: dict, in_flight: str, busy: list[
     return {"num_interrupted": report.num_interrupted, "lengths": await asyncio.gather(*running)}
 
 
-def kill(subject: Replicas, family: str) -> dict:
+def kill(subject: Replicas, family: str, work: Path) -> dict:
     """A scheduler dies that SGLang does not miss: refits that wait for its request, and for its answer."""
     engine, policy = subject.engine, make_policy(family, 1)
 
@@ -92,4 +92,7 @@ def kill(subject: Replicas, family: str) -> dict:
     processes = psutil.Process().children(recursive=True)
     (replica,) = (process for process in processes if "_DP1" in "".join(process.cmdline()))
     found = {"request": run(begin_and_refit()), "answer": run(Refitter(engine, in_flight="keep").refit_async(policy))}
-    return found | {"entries": {name: refused(enter) for name, enter in subject.entries.items()}}
+    return {"killed": found | {"entries": {name: refused(enter) for name, enter in subject.entries.items()}}}
+
+
+ENDINGS = {"nothing": lambda *_: {}, "faults": try_faults, "killed": kill}

@@ -15,12 +15,20 @@ CASES = {"qwen3": 1, "qwen2_wide": 2}
 
 @pytest.fixture(scope="module")
 def of_one(run_engine):
-    return run_engine("replicas", family="qwen3", num_ranks=CASES["qwen3"], dp_size=NUM_REPLICAS)
+    ways = ["wait", "keep", "continue"]
+    return run_engine("replicas", family="qwen3", in_flight=ways, ending="killed", dp_size=NUM_REPLICAS)
 
 
 @pytest.fixture(scope="module")
 def of_two(run_engine):
-    return run_engine("replicas", family="qwen2_wide", num_ranks=CASES["qwen2_wide"], dp_size=NUM_REPLICAS)
+    return run_engine("replicas", family="qwen2_wide", in_flight=[], ending="nothing", dp_size=NUM_REPLICAS, tp_size=2)
+
+
+@pytest.fixture(scope="module")
+def of_stages(run_engine):
+    """Two stages each."""
+    options = {"dp_size": NUM_REPLICAS, "pp_size": 2}
+    return run_engine("replicas", family="qwen3", in_flight=["wait"], ending="faults", **options)
 
 
 @pytest.fixture(params=CASES)
@@ -48,23 +56,38 @@ def test_every_replica_says_what_a_fresh_engine_says_without_an_older_policys_ca
     assert found["policies"]["traces"] == []
 
 
+def test_stages_of_every_replica_hold_together_what_a_fresh_engine_loads(of_stages, fresh):
+    (booted,) = fresh["qwen3-1"]["live"]
+    first, second, *others = of_stages["policies"]["rounds"][1]["live"]
+    assert first | second == booted
+    assert min(len(first), len(second)) > 10
+    assert others == [first, second]
+    assert of_stages["policies"]["rounds"][1]["outputs"] == fresh["qwen3-1"]["outputs"] * NUM_REPLICAS
+
+
+def test_stages_are_told_while_a_request_runs_and_wait_for_it(of_stages):
+    found = of_stages["wait"]
+    assert (found["num_interrupted"], found["lengths"]) == (0, [60])
+    assert found["live"] == of_stages["policies"]["rounds"][1]["live"]
+
+
 @pytest.mark.parametrize("source", ["refit", "files"])
-def test_strict_finds_nan_before_anything_is_written_to_any_replica(source, of_two):
-    assert of_two["strict"][source]["error"] == "NonFiniteError"
-    assert of_two["strict"]["untouched"] and not of_two["strict"]["dirty"]
+def test_strict_finds_nan_before_anything_is_written_to_any_replica(source, of_stages):
+    assert of_stages["strict"][source]["error"] == "NonFiniteError"
+    assert of_stages["strict"]["untouched"] and not of_stages["strict"]["dirty"]
 
 
 @pytest.mark.parametrize(("attempt", "error"), [("rank fault", "RankFailedError"), ("bad values", "NonFiniteError")])
-def test_a_fault_on_one_rank_leaves_every_replica_refusing_until_the_next_refit(attempt, error, of_two):
-    found = of_two[attempt]
+def test_a_fault_on_one_rank_leaves_every_replica_refusing_until_the_next_refit(attempt, error, of_stages):
+    found = of_stages[attempt]
     assert found["refit"]["error"] == error
     assert found["changed"] == [True] * 4 and found["dirty"]
     assert {entry["error"] for entry in found["entries"].values()} == {"EngineDirtyError"}
     assert found["healed"]
 
 
-def test_the_fault_was_that_of_the_last_replica_alone(of_two):
-    assert of_two["rank fault"]["armed"] == [False, False, False, True]
+def test_the_fault_was_that_of_the_last_replica_alone(of_stages):
+    assert of_stages["rank fault"]["armed"] == [False, False, False, True]
 
 
 @pytest.mark.parametrize(("in_flight", "num_interrupted"), [("wait", 0), ("keep", 2), ("continue", 2)])
