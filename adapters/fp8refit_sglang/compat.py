@@ -252,7 +252,7 @@ def dead_processes() -> list[str]:
     return found
 
 
-def call_for(address: str, place: str | None) -> Any:
+def call_for(address: str, place: str | None = None) -> Any:
     """The request that makes every rank connect to `address`, and meet the others at `place` if there is one."""
     from sglang.srt.managers.io_struct import UpdateWeightsFromIPCReqInput
 
@@ -400,8 +400,11 @@ def why_not_refitted(arguments: Any) -> str | None:
     def value(name: str, default: Any = None) -> Any:
         return getattr(arguments, name, default)
 
-    if value("enable_dp_attention"):
-        return "it uses data-parallel attention; start one engine per replica, and refit each"
+    if value("enable_dp_attention_local_control_broadcast"):
+        return (
+            "its ranks step together, but hear of a refit in different steps; leave out "
+            "enable_dp_attention_local_control_broadcast"
+        )
     if value("nnodes", 1) > 1:
         return "it spans several hosts; start one engine per host"
     if value("tokenizer_worker_num", 1) > 1:

@@ -148,7 +148,7 @@ def read_kv_cache(scheduler: Scheduler, scales: HeldScales) -> KvCache:
         prefill=_prefill(scheduler, list(attentions.values())),
         saturates=casts_saturate(next(scheduler.model.parameters()).device),
         refusals=tuple(_why_not_written(scheduler, attentions)),
-        prefill_refusals=refusals_to_measure(_reasons_not_to_measure(scheduler.model, attentions)),
+        prefill_refusals=refusals_to_measure(_reasons_not_to_measure(scheduler, attentions)),
         check_now=check_now,
         after_write=finish,
     )
@@ -225,8 +225,11 @@ def _why_not_reached(scheduler: Scheduler) -> list[Refusal]:
     return refusals
 
 
-def _reasons_not_to_measure(model: nn.Module, attentions: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
+def _reasons_not_to_measure(scheduler: Scheduler, attentions: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
     """Parts of the live model that our calibration pass would not compute as the engine does, with reasons."""
+    model = scheduler.model
+    if scheduler.steps_in_parts:
+        yield type(model).__name__, "is one of several pipeline stages, or steps together with other replicas"
     if decoder_of(model) is None:
         yield type(model).__name__, "is not built like SGLang's language models"
     for name, module in attentions.items():

@@ -69,6 +69,12 @@ class Scheduler:
         return later - int(self._scheduler.pp_group.rank_in_group) if later else 0
 
     @property
+    def steps_in_parts(self) -> bool:
+        """Whether a forward takes more than this rank's tokens and its tensor-parallel group."""
+        arguments = self._scheduler.server_args
+        return num_stages(arguments) > 1 or bool(getattr(arguments, "enable_dp_attention", False))
+
+    @property
     def draft_algorithm(self) -> str:
         """How tokens are drafted, by the name of SGLang's `SpeculativeAlgorithm`."""
         return str(getattr(getattr(self._scheduler, "spec_algorithm", None), "name", "NONE"))

@@ -4,9 +4,13 @@ import asyncio
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+from fp8refit_sglang import SglangEngine, worker
+from fp8refit_sglang.compat import call_for
+from fp8refit_sglang.controls import TokenizerControls
 from fp8refit_sglang.gate import TokenizerGate
 from fp8refit_sglang.worker import FLUSH
 
@@ -18,6 +22,7 @@ from fp8refit import (
     EngineLostError,
     NonFiniteError,
     RankFailedError,
+    RefitConfig,
     Refitter,
     UnsupportedEngineError,
 )
@@ -609,9 +614,10 @@ def test_a_scheduler_that_does_not_know_us_is_told_with_what_sglang_says(solo, m
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
-        ({"dp_size": 2}, "start one engine per replica"),
-        ({"enable_dp_attention": True}, "start one engine per replica"),
-        ({"pp_size": 2}, "leave out pp_size"),
+        (
+            {"enable_dp_attention_local_control_broadcast": True},
+            "leave out enable_dp_attention_local_control_broadcast",
+        ),
         ({"nnodes": 2}, "start one engine per host"),
         ({"tokenizer_worker_num": 2}, "leave out tokenizer_worker_num"),
         ({"disaggregation_mode": "prefill"}, "leave out disaggregation_mode"),
@@ -626,6 +632,39 @@ def test_a_scheduler_that_does_not_know_us_is_told_with_what_sglang_says(solo, m
 def test_an_engine_laid_out_otherwise_is_refused(arguments, remedy, make_engine):
     with pytest.raises(UnsupportedEngineError, match=f"this engine cannot be refitted: .*{remedy}"):
         Refitter(make_engine(**arguments))
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "continue"])
+def test_stages_of_a_pipeline_are_drained(in_flight, make_engine):
+    engine = make_engine(pp_size=2)
+    controls = TokenizerControls(engine.tokenizer_manager)
+    with pytest.raises(UnsupportedEngineError, match="choose 'wait' or 'abort'"):
+        run(engine, controls.pause(RefitConfig(in_flight=in_flight), may_wait=True))
+    assert engine.hidden() == set()
+
+
+def test_each_stage_of_a_pipeline_makes_one_step_more_than_the_next_before_it_answers(monkeypatch):
+    answered = []
+    monkeypatch.setattr(
+        worker, "_answer", lambda scheduler, _: answered.append(scheduler.itself.pp_group.rank_in_group)
+    )
+    monkeypatch.setattr(worker, "send_to_manager", lambda *_: None)
+    arguments = SimpleNamespace(pp_size=3)
+    stages = [SimpleNamespace(server_args=arguments, pp_group=SimpleNamespace(rank_in_group=rank)) for rank in range(3)]
+    for stage in stages:
+        worker.serve(lambda *_: None, SimpleNamespace(scheduler=stage), call_for("an address"))
+    steps = [list(answered)]
+    for _ in range(3):
+        for stage in stages:
+            worker.answer_late(stage)
+        steps.append(list(answered))
+    assert steps == [[2], [2, 1], [2, 1, 0], [2, 1, 0]]
+
+
+def test_a_stage_of_a_pipeline_is_not_updated_from_its_scheduler():
+    scheduler = SimpleNamespace(tp_worker=None, server_args=SimpleNamespace(pp_size=2))
+    with pytest.raises(UnsupportedEngineError, match="refit the engine or the server"):
+        SglangEngine(scheduler)
 
 
 def test_arguments_at_their_defaults_are_taken(make_engine):

@@ -162,8 +162,8 @@ def test_a_server_whose_schedulers_lack_the_plugin_is_refused(solo, monkeypatch)
 
 
 def test_a_server_laid_out_otherwise_is_refused(make_server):
-    with pytest.raises(UnsupportedEngineError, match="leave out pp_size"):
-        Refitter(SglangServer(make_server(pp_size=2).url))
+    with pytest.raises(UnsupportedEngineError, match="leave out tokenizer_worker_num"):
+        Refitter(SglangServer(make_server(tokenizer_worker_num=2).url))
 
 
 def test_a_server_that_cannot_be_reached_is_lost(solo):

@@ -14,6 +14,7 @@ def register() -> None:
     import torch
     from fp8refit_sglang import kv_cache
     from observer import observe
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor import model_runner
 
@@ -28,6 +29,8 @@ def register() -> None:
     model_runner.adjust_config_with_unaligned_cpu_tp = _as_padded(model_runner.adjust_config_with_unaligned_cpu_tp)
     kv_cache.is_cache_fp8 = lambda: True  # what no cache is on a CPU: so every family has KV scales
     Scheduler.fp8refit_test_observe = observe
+    # Data-parallel attention asks for it; SGLang's other backends return the same.
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1
     if hasattr(Scheduler, "maybe_sleep_on_idle"):
         # Who waits for a request leaves the core to who makes it: SGLang looks for the next one without a pause.
         Scheduler.maybe_sleep_on_idle = lambda _: time.sleep(5e-4)

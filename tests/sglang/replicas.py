@@ -2,17 +2,20 @@
 
 import asyncio
 import signal
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
+import engines
 import psutil
 import sglang
 from engines import ASKED, NOISE, PROMPTS, SAMPLING, bf16_of, booted, make_policy, said
+from fresh import fp8_of
 from subject import Subject, refused
 
 from fp8refit import Refitter
 from tests.engines.attempts import ATTEMPTS, try_policies
+from tests.serving import free_port
 
 LONG = SAMPLING | {"max_new_tokens": 60}
 IN_FLIGHT = {"wait": [1], "keep": [0, 1], "continue": [1, 0]}
@@ -23,12 +26,18 @@ BEGINS_S = 60
 class Replicas(Subject):
     """An engine of several replicas, each of which answers every prompt."""
 
+    def state(self) -> dict:
+        engines.drop_caches(self.engine)
+        return {"live": self.live(), "outputs": self.generate()}
+
     def generate(self) -> list[dict]:
         asked = [(prompt, replica) for replica in range(self.engine.server_args.dp_size) for prompt in PROMPTS]
         return [said(self.engine.generate(input_ids=p, routed_dp_rank=replica, **ASKED)) for p, replica in asked]
 
 
-def run_replicas(family: str, in_flight: list[str], ending: str, work: Path, **options: Any) -> dict:
+def run_replicas(
+    family: str, in_flight: list[str], ending: str, work: Path, *, has_fresh: bool = False, **options: Any
+) -> dict:
     """Policies over noise, and what else is asked for.
 
     Args:
@@ -36,23 +45,29 @@ def run_replicas(family: str, in_flight: list[str], ending: str, work: Path, **o
         in_flight: Ways to treat requests that run.
         ending: What goes wrong in the end.
         work: Folder for checkpoints.
+        has_fresh: Whether an engine of policy 2 is booted afterwards, laid out as this one.
         options: Of the engine.
     """
-    with booted(bf16_of(family, 1, work), options.get("tp_size", 1), **NOISE | options) as engine:
+    num_ranks = options.get("tp_size", 1)
+    with booted(bf16_of(family, 1, work), num_ranks, port=free_port(), **NOISE | options) as engine:
         subject = Replicas(engine)
         found: dict[str, Any] = {"policies": try_policies(subject, family)}
         for seed, way in zip((2, 1, 2), in_flight, strict=False):
             steps = go_on(engine, make_policy(family, seed), way, IN_FLIGHT[way])
             found[way] = engine.loop.run_until_complete(steps) | {"live": subject.live()}
-        return found | ENDINGS[ending](subject, family, work)
+        found |= ENDINGS[ending](subject, family, work)
+    if has_fresh:
+        with booted(fp8_of(family, 1, work), num_ranks, port=free_port(), **options) as engine:
+            found["fresh"] = Replicas(engine).state()
+    return found
 
 
-def try_faults(subject: Replicas, family: str, work: Path) -> dict:
-    """Every attempt, and the refit that heals it."""
+def try_faults(subject: Replicas, family: str, work: Path, attempts: Iterable[str] = ATTEMPTS) -> dict:
+    """Attempts, and the refit that heals each."""
     subject.refit(make_policy(family, 1))
     found, good = {}, subject.state()
-    for name, attempt in ATTEMPTS.items():
-        found[name] = attempt(subject, family, work)
+    for name in attempts:
+        found[name] = ATTEMPTS[name](subject, family, work)
         subject.refit(make_policy(family, 1))
         found[name]["healed"] = subject.state() == good and not subject.is_dirty
     return found
@@ -95,4 +110,9 @@ def kill(subject: Replicas, family: str, work: Path) -> dict:
     return {"killed": found | {"entries": {name: refused(enter) for name, enter in subject.entries.items()}}}
 
 
-ENDINGS = {"nothing": lambda *_: {}, "faults": try_faults, "killed": kill}
+ENDINGS = {
+    "nothing": lambda *_: {},
+    "faults": try_faults,
+    "rank fault": lambda *found: try_faults(*found, attempts=["rank fault"]),
+    "killed": kill,
+}

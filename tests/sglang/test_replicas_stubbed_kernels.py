@@ -31,6 +31,14 @@ def of_stages(run_engine):
     return run_engine("replicas", family="qwen3", in_flight=["wait"], ending="faults", **options)
 
 
+@pytest.fixture(scope="module")
+def with_dp_attention(run_engine):
+    """Whose ranks share their experts, and step together."""
+    options = {"dp_size": NUM_REPLICAS, "tp_size": 2, "enable_dp_attention": True}
+    ways = ["wait", "keep", "continue"]
+    return run_engine("replicas", family="qwen3_moe", in_flight=ways, ending="rank fault", has_fresh=True, **options)
+
+
 @pytest.fixture(params=CASES)
 def case(request, of_one, of_two, fresh):
     """What replicas found, and a fresh engine of the policy."""
@@ -71,17 +79,32 @@ def test_stages_are_told_while_a_request_runs_and_wait_for_it(of_stages):
     assert found["live"] == of_stages["policies"]["rounds"][1]["live"]
 
 
+def test_ranks_that_share_experts_hold_and_say_what_fresh_ones_do(with_dp_attention):
+    first, second, third = with_dp_attention["policies"]["rounds"]
+    assert [one["ranks"] for one in (first, second, third)] == [[0, 1]] * 3
+    assert second["live"] == with_dp_attention["fresh"]["live"] and second["live"][0] != second["live"][1]
+    assert second["outputs"] == with_dp_attention["fresh"]["outputs"] != first["outputs"]
+    assert first["live"] == third["live"] != second["live"]
+
+
 @pytest.mark.parametrize("source", ["refit", "files"])
 def test_strict_finds_nan_before_anything_is_written_to_any_replica(source, of_stages):
     assert of_stages["strict"][source]["error"] == "NonFiniteError"
     assert of_stages["strict"]["untouched"] and not of_stages["strict"]["dirty"]
 
 
-@pytest.mark.parametrize(("attempt", "error"), [("rank fault", "RankFailedError"), ("bad values", "NonFiniteError")])
-def test_a_fault_on_one_rank_leaves_every_replica_refusing_until_the_next_refit(attempt, error, of_stages):
-    found = of_stages[attempt]
+@pytest.mark.parametrize(
+    ("replicas", "attempt", "error"),
+    [
+        ("of_stages", "rank fault", "RankFailedError"),
+        ("of_stages", "bad values", "NonFiniteError"),
+        ("with_dp_attention", "rank fault", "RankFailedError"),
+    ],
+)
+def test_a_fault_on_one_rank_leaves_every_replica_refusing_until_the_next_refit(replicas, attempt, error, request):
+    found = request.getfixturevalue(replicas)[attempt]
     assert found["refit"]["error"] == error
-    assert found["changed"] == [True] * 4 and found["dirty"]
+    assert all(found["changed"]) and len(found["changed"]) > 1 and found["dirty"]
     assert {entry["error"] for entry in found["entries"].values()} == {"EngineDirtyError"}
     assert found["healed"]
 
@@ -91,8 +114,12 @@ def test_the_fault_was_that_of_the_last_replica_alone(of_stages):
 
 
 @pytest.mark.parametrize(("in_flight", "num_interrupted"), [("wait", 0), ("keep", 2), ("continue", 2)])
-def test_requests_of_replicas_go_on_and_idle_ones_take_part(in_flight, num_interrupted, of_one):
-    found, rounds = of_one[in_flight], of_one["policies"]["rounds"]
+@pytest.mark.parametrize("replicas", ["of_one", "with_dp_attention"])
+def test_requests_of_replicas_go_on_and_idle_ones_take_part(replicas, in_flight, num_interrupted, request):
+    found, rounds = (
+        request.getfixturevalue(replicas)[in_flight],
+        request.getfixturevalue(replicas)["policies"]["rounds"],
+    )
     assert found["num_interrupted"] == num_interrupted
     assert set(found["lengths"]) == {60}
     assert found["live"] == rounds[0 if in_flight == "keep" else 1]["live"]
