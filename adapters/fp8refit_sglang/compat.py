@@ -408,7 +408,9 @@ def why_not_refitted(arguments: Any) -> str | None:
     if value("nnodes", 1) > 1:
         return "it spans several hosts; start one engine per host"
     if value("tokenizer_worker_num", 1) > 1:
-        return "it has several tokenizer processes; leave out tokenizer_worker_num"
+        return (
+            "requests reach it past the process that would refit it, through its others; leave out tokenizer_worker_num"
+        )
     if value("disaggregation_mode", "null") != "null":
         return "prefill and decode are disaggregated, and the other side keeps the old policy; leave out disaggregation_mode"
     if value("hicache_storage_backend"):

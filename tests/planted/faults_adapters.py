@@ -6,6 +6,7 @@ REPLIES = "tests/adapters/test_vllm_replies.py"
 VLLM_SEAMS, SGLANG_SEAMS = "tests/adapters/test_vllm_seams.py", "tests/adapters/test_sglang_seams.py"
 SGLANG_LORA = "tests/adapters/test_sglang_lora.py"
 LORAS = "fp8refit/tracing/loras.py"
+SGLANG = "tests/adapters/test_sglang_engine.py"
 GATHER = "tests/sources/sharded/test_gather.py"
 CORE = "adapters/fp8refit_vllm/core_compat.py"
 COMPAT = "adapters/fp8refit_vllm/compat.py"
@@ -20,7 +21,7 @@ FAULTS = [
     ),
     Fault(
         name="experts that have moved since a refit was prepared are written where they were",
-        at="adapters/fp8refit_vllm/lora.py::LoraTarget.begin",
+        at="fp8refit/driver/lora_target.py::LoraTarget.begin",
         before="self.is_current(prepared) and prepared.inventory.has_moved()",
         after="False",
         found_by="tests/vllm/test_moved_experts.py -k after_a_refit_was_prepared",
@@ -117,6 +118,19 @@ FAULTS = [
         before="(IN_ADMISSION, IN_SLEEP)",
         after="(IN_ADMISSION, IN_START)",
         found_by=SGLANG_SEAMS,
+    ),
+    Fault(
+        name="a stage of a pipeline waits for its driver before the next one hears of it",
+        at="adapters/fp8refit_sglang/worker.py::serve",
+        before="setattr(scheduler.itself, _PUT_OFF, [scheduler.num_later_stages, request])\nreturn None",
+        found_by=f"{SGLANG} -k stage_of_a_pipeline",
+    ),
+    Fault(
+        name="a stage of a pipeline makes no more steps than the next one before it waits",
+        at="adapters/fp8refit_sglang/worker.py::answer_late",
+        before="put_off[0] -= 1",
+        after="put_off[0] = 0",
+        found_by=f"{SGLANG} -k stage_of_a_pipeline",
     ),
     Fault(
         name="votes go through the trainer's own group",

@@ -51,13 +51,18 @@ NOISE = {"load_format": "dummy", "json_model_override_args": json.dumps({"quanti
 
 
 def boot(model: Path, num_ranks: int = 1, **options: Any) -> sglang.Engine:
-    """Start an engine, each rank on a core of its own if there are as many."""
+    """Start an engine."""
+    bind(num_ranks, **options)
+    return sglang.Engine(**settings(model, num_ranks) | options)
+
+
+def bind(num_ranks: int = 1, **options: Any) -> None:
+    """Give each rank of the next engine a core of its own, if there are as many."""
     cores = sorted(os.sched_getaffinity(0))
     num_replicas = 1 if options.get("enable_dp_attention") else options.get("dp_size", 1)
     num_bound = num_ranks * options.get("pp_size", 1) * (num_replicas if BINDS_REPLICAS else 1)
     bound = (str(cores[rank % len(cores)]) for rank in range(num_bound))
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)  # 0.5.15 wants one a rank, neither fewer nor more
-    return sglang.Engine(**settings(model, num_ranks) | options)
 
 
 @contextmanager

@@ -11,10 +11,11 @@ import psutil
 import sglang
 from engines import ASKED, NOISE, PROMPTS, SAMPLING, bf16_of, booted, make_policy, said
 from fresh import fp8_of
+from served import Server
 from subject import Subject, refused
 
 from fp8refit import Refitter
-from tests.engines.attempts import ATTEMPTS, try_policies
+from tests.engines.attempts import ATTEMPTS, bad_policy, try_policies
 from tests.serving import free_port
 
 LONG = SAMPLING | {"max_new_tokens": 60}
@@ -60,6 +61,27 @@ def run_replicas(
         with booted(fp8_of(family, 1, work), num_ranks, port=free_port(), **options) as engine:
             found["fresh"] = Replicas(engine).state()
     return found
+
+
+def run_served_replicas(family: str, work: Path) -> dict:
+    """A server of two replicas: policy 1 over policy 2, a policy with NaN, and policy 2 again; what each replica says."""
+    engines.bind(dp_size=2)
+    with Server(fp8_of(family, 1, work), dp_size=2) as server:
+        refitter, found = Refitter(server.url), {"booted": ask_each(server)}
+        report = refitter.refit(make_policy(family, 1))
+        found["other"] = {"version": report.version, "ranks": [rank.rank for rank in report.ranks]} | ask_each(server)
+        found["bad"] = refused(lambda: refitter.refit(bad_policy(family)))
+        found["dirty"] = ask_each(server)
+        refitter.refit(make_policy(family, 2))
+        return found | {"healed": ask_each(server)}
+
+
+def ask_each(server: Server) -> dict:
+    """Status and answer of each replica."""
+    bodies = [{"input_ids": prompt, "routed_dp_rank": rank, **ASKED} for rank in (0, 1) for prompt in PROMPTS]
+    answers = [server.post("/generate", body) for body in bodies]
+    outputs = [said(body) | {"num_cached": None} if status == 200 else None for status, body in answers]
+    return {"statuses": [status for status, _ in answers], "outputs": outputs}
 
 
 def try_faults(subject: Replicas, family: str, work: Path, attempts: Iterable[str] = ATTEMPTS) -> dict:

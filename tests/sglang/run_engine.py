@@ -23,7 +23,7 @@ from latent import run_latent
 from lora import run_adapters
 from precision_runs import run_precision
 from refits import run_refits
-from replicas import run_replicas
+from replicas import run_replicas, run_served_replicas
 from served import run_drop_in_going_on, run_served
 from updates import run_updates
 from zoo import run_zoo
@@ -46,6 +46,7 @@ SCENARIOS = {
     "fresh": run_fresh,
     "refits": run_refits,
     "replicas": run_replicas,
+    "served replicas": run_served_replicas,
     "container": run_container,
     "experts": run_experts,
     "latent": run_latent,

@@ -134,3 +134,14 @@ def test_a_replica_that_died_is_told_at_once(way, of_one):
 
 def test_an_engine_that_lost_a_replica_refuses_requests(of_one):
     assert {entry["error"] for entry in of_one["killed"]["entries"].values()} == {"EngineDirtyError"}
+
+
+def test_a_server_of_replicas_is_refitted_by_its_url_and_refuses_for_all_while_it_is_dirty(run_engine, fresh):
+    found = run_engine("served replicas", family="qwen3")
+    for state in ("booted", "healed"):
+        assert found[state]["statuses"] == [200] * 4
+        assert found[state]["outputs"] == [said | {"num_cached": None} for said in fresh["qwen3-1"]["outputs"]] * 2
+    assert (found["other"]["version"], found["other"]["ranks"]) == (1, [0, 1])
+    assert found["other"]["outputs"][:2] == found["other"]["outputs"][2:] != found["booted"]["outputs"][:2]
+    assert found["bad"]["error"] == "NonFiniteError"
+    assert found["dirty"]["statuses"] == [503] * 4
