@@ -21,8 +21,8 @@ from tests.tiny_models import FP8_CONFIG, save_model
 __all__ = ["make_policy"]
 
 ANSWER_S = 60
-BINDS_REPLICAS = tuple(map(int, sglang.__version__.split(".")[:3])) >= (0, 5, 20)
-"""Whether the ranks of every replica have cores of their own, not only those of one."""
+BINDS_ALL = tuple(map(int, sglang.__version__.split(".")[:3])) >= (0, 5, 20)
+"""Whether the ranks of every replica and stage have cores of their own, not only those of one."""
 PROMPTS = [[(31 * i + 7 * j) % 256 for j in range(length)] for i, length in enumerate((24, 200))]
 """The radix cache keeps single tokens, so it keeps both of them."""
 SAMPLING = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
@@ -60,7 +60,7 @@ def bind(num_ranks: int = 1, **options: Any) -> None:
     """Give each rank of the next engine a core of its own, if there are as many."""
     cores = sorted(os.sched_getaffinity(0))
     num_replicas = 1 if options.get("enable_dp_attention") else options.get("dp_size", 1)
-    num_bound = num_ranks * options.get("pp_size", 1) * (num_replicas if BINDS_REPLICAS else 1)
+    num_bound = num_ranks * (options.get("pp_size", 1) * num_replicas if BINDS_ALL else 1)
     bound = (str(cores[rank % len(cores)]) for rank in range(num_bound))
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)  # 0.5.15 wants one a rank, neither fewer nor more
 
