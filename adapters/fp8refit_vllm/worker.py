@@ -213,10 +213,7 @@ class WorkerModel:
 
     def read_inventory(self) -> Inventory:
         """List the model's slots, what cannot be refitted, and what must be refreshed after a write."""
-        if self._places is not None and self._places.have_moved():
-            self._forget_sent()
-        network, config = self.network, self._worker.vllm_config
-        self._places = places = ExpertPlaces(self._worker)
+        network, config, places = self.network, self._worker.vllm_config, self._read_places()
         has_noise = has_dummy_weights(config.load_config)
         apart = () if self._draft is None else (self._draft.network,)
         inventory = inventory_of(
@@ -239,8 +236,14 @@ class WorkerModel:
         own, shared = read_draft(self._draft, self._twin_of_draft, network, inventory, values)
         return with_draft(inventory, own, shared=shared)
 
+    def _read_places(self) -> ExpertPlaces:
+        """Where experts are. If they have moved, drivers say everything again: what they send to which rank depends on it."""
+        if self._places is not None and self._places.have_moved():
+            self._forget_sent()
+        self._places = ExpertPlaces(self._worker)
+        return self._places
+
     def _forget_sent(self) -> None:
-        """Make drivers say everything again: what they send to which rank depends on where experts are."""
         server: RankServer | None = getattr(self._worker, _SERVER, None)
         if server is not None and server.orders is not None:
             server.orders.tensors.unmap()

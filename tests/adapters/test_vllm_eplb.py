@@ -5,11 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fp8refit_vllm.eplb import ExpertPlaces, end_moves
-from fp8refit_vllm.lora import Loras
 from fp8refit_vllm.worker import WorkerModel
 from torch import nn
-
-from fp8refit.live.slots import Inventory
 
 
 class Experts(nn.Module):
@@ -114,29 +111,19 @@ def test_what_moves_in_the_background_is_ended(is_async):
 
 
 @pytest.mark.parametrize("is_served", [False, True])
-def test_what_drivers_have_sent_to_a_rank_is_forgotten_once_experts_have_moved(is_served, monkeypatch):
+def test_what_drivers_have_sent_to_a_rank_is_forgotten_once_experts_have_moved(is_served):
     """So that they map tensors, and cut broadcasts, anew."""
-    events, has_moved = [], [False]
-    worker = worker_of(PLACES)
+    events, worker = [], worker_of(PLACES)
     worker.vllm_config = SimpleNamespace(load_config=SimpleNamespace(load_format="auto"))
     if is_served:
         tensors = SimpleNamespace(unmap=lambda: events.append("unmap"))
         receiver = SimpleNamespace(leave=lambda: events.append("leave"))
         worker._fp8refit_server = SimpleNamespace(orders=SimpleNamespace(tensors=tensors, receiver=receiver))
-    model = WorkerModel(worker)
-    monkeypatch.setattr("fp8refit_vllm.worker.read_loras", lambda _: Loras())
-
-    def read() -> Inventory:
-        events.append("read")
-        return Inventory(slots=(), has_moved=lambda: has_moved[0])
-
-    monkeypatch.setattr(model, "_read_own", read)
-    model.loras = Loras(are_stale=True)
-    model.read_inventory()
-    model.loras = Loras(are_stale=True)
-    model.read_inventory()
-    assert events == ["read"]
-    has_moved[0] = True
-    model.loras = Loras(are_stale=True)
-    model.read_inventory()
-    assert events == ["read", *(["unmap", "leave"] if is_served else []), "read"]
+    model, (eplb,) = WorkerModel(worker), worker.model_runner.eplb_state.model_states.values()
+    for _ in range(2):
+        model._read_places()
+    assert events == []
+    eplb.physical_to_logical_map = torch.tensor(PLACES[::-1])
+    for _ in range(2):
+        model._read_places()
+    assert events == (["unmap", "leave"] if is_served else [])
