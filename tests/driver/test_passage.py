@@ -53,6 +53,7 @@ async def ask(name: str, listener: socket.socket, said: bytes) -> None:
     asked = asyncio.create_task(Passage(name).pass_on("hello"))
     other, _ = await asyncio.to_thread(listener.accept)
     with other:
+        await asyncio.to_thread(other.recv, 100)  # what it does not read would be an error at the other end
         other.sendall(said)
     await asked
 
