@@ -86,7 +86,7 @@ TRAINER_PAGES = {
 }
 """Rows of `TRAINERS` by the page that they are on, besides the one with all of them."""
 ENGINES = ROOT / "docs" / "engines.toml"
-FAMILIES = ROOT / "docs" / "families.toml"
+FAMILIES, DEPLOYMENTS = ROOT / "docs" / "families.toml", ROOT / "docs" / "deployments.toml"
 
 
 Row = tuple[str, float, str, float | None, dict[str, Any], Iterable[str]]
@@ -128,7 +128,8 @@ def render() -> dict[str, dict[str, str]]:
         "docs/engines.md": {
             "engines": render_engines(read_engines()),
             "matrix": render_matrix(json.loads(MATRIX.read_text())["rows"]),
-            "families": render_families(),
+            "families": render_tested(FAMILIES),
+            "deployments": render_tested(DEPLOYMENTS),
         },
         "docs/weight-transfer.md": {"transfer": render_transfer(transfer) + render_ages([transfer])},
         "docs/broadcast.md": {
@@ -608,11 +609,11 @@ def _passed(counts: dict[str, Any] | None) -> str:
     return f"{counts['passed']}, {counts['failed']} failed" if counts["failed"] else f"{counts['passed']} passed"
 
 
-def render_families() -> str:
-    """Which models in which layouts are tested, each cell by a test."""
-    table = tomllib.loads(FAMILIES.read_text())
+def render_tested(file: Path) -> str:
+    """What is tested in which engines, each cell by a test."""
+    table = tomllib.loads(file.read_text())
     columns: list[str] = table["columns"]
-    rows = [[family["name"], *(_cell(family.get(column)) for column in columns)] for family in table["family"]]
+    rows = [[row["name"], *(_cell(row.get(column)) for column in columns)] for row in table["row"]]
     head = f"| | {' | '.join(columns)} |\n| --- |{' --- |' * len(columns)}\n"
     return head + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
