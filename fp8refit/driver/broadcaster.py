@@ -61,7 +61,6 @@ class Broadcaster(Closing):
             pushed to without it, in the same call if the policy can be read again.
         router: URL of vLLM's or SGLang's router. Every push begins with the servers that are behind it then, beside
             `engines`: new ones get the same policy as all others, and those that it has no more are pushed to no longer.
-            With `on_lost="drop"`, servers that do not answer it are left out.
         **options: See `Refitter`.
 
     Raises:
@@ -93,19 +92,21 @@ class Broadcaster(Closing):
         self._fleet: EngineGroup | None = None
         self._engines: tuple[object, ...] = ()
         """As they were passed, in the order of the fleet."""
-        self._routed: tuple[str, ...] = ()
-        """Those that the router has brought."""
+        self._own: tuple[object, ...] = tuple(engines)
+        self._routed: set[str] = set()
+        """URLs of all that the router has ever had."""
         if group is None or torch.distributed.get_rank(group) == 0:
-            engines = tuple(engines)
-            self._routed = self._behind_router(engines)
-            self._adopt(all_engines := (*engines, *self._routed), EngineGroup(all_engines))
+            self._routed |= set(urls := self._behind_router())
+            routed = self._reached(urls)
+            fleet = EngineGroup([*self._own, *(attached for _, attached in routed)])
+            self._adopt([*self._own, *(url for url, _ in routed)], fleet)
 
     def _adopt(self, engines: Sequence[object], fleet: EngineGroup) -> None:
         self._engines, self._fleet = tuple(engines), fleet
         self._refitter = Refitter(fleet, self._config, on_refit=self._on_refit)
 
-    def _behind_router(self, engines: Sequence[object]) -> tuple[str, ...]:
-        """URLs of the servers behind the router that are none of these engines.
+    def _behind_router(self) -> tuple[str, ...]:
+        """URLs of the servers that are behind the router now, except those that were passed.
 
         Raises:
             EngineLostError: The router does not answer.
@@ -113,31 +114,39 @@ class Broadcaster(Closing):
         """
         if self._router is None:
             return ()
-        urls = behind_router(self._router, is_healthy=self._on_lost == "drop")
-        own = {engine.rstrip("/") for engine in engines if isinstance(engine, str)}
-        return tuple(url for url in urls if url not in own)
+        own = {engine.rstrip("/") for engine in self._own if isinstance(engine, str)}
+        return tuple(url for url in behind_router(self._router) if url not in own)
+
+    def _reached(self, urls: Sequence[str]) -> list[tuple[object, AttachedEngine]]:
+        """Servers that answer, each with what is attached to it.
+
+        Raises:
+            EngineLostError: One does not, and engines are not to be dropped.
+        """
+        found: list[tuple[object, AttachedEngine]] = []
+        for url in urls:
+            try:
+                found.append((url, attach_engine(url)))
+            except EngineLostError as lost:
+                if self._on_lost == "raise":
+                    raise
+                logger.warning("%s; it is not pushed to", lost)
+        return found
 
     async def _follow(self) -> None:
-        """Push to the servers that are behind the router now."""
+        """Push to the servers that are behind the router now, and no longer to those that were."""
         fleet = self._fleet
         if self._router is None or fleet is None:
             return
-        known = list(zip(self._engines, fleet.attached, strict=True))
-        routed = self._behind_router([engine for engine in self._engines if engine not in self._routed])
-        kept = [(engine, own) for engine, own in known if engine not in self._routed or engine in routed]
-        for url in routed:
-            if url not in self._engines:
-                try:
-                    kept.append((url, attach_engine(url)))
-                except EngineLostError as lost:
-                    if self._on_lost == "raise":
-                        raise
-                    logger.warning("%s; it is not pushed to", lost)
-        gone = [own for engine, own in known if engine in self._routed and engine not in routed]
-        if gone or len(kept) > len(known):
-            await self._form([engine for engine, _ in kept], [own for _, own in kept])
+        known, now = list(zip(self._engines, fleet.attached, strict=True)), self._behind_router()
+        self._routed |= set(now)
+        left = self._routed.difference(now)
+        kept = [(engine, own) for engine, own in known if not (isinstance(engine, str) and engine in left)]
+        gone = [own for engine, own in known if isinstance(engine, str) and engine in left]
+        new = self._reached([url for url in now if url not in self._engines])
+        if gone or new:
+            await self._form([engine for engine, _ in kept + new], [own for _, own in kept + new])
             await self._let_go(gone)
-        self._routed = routed
 
     async def _form(self, engines: Sequence[object], attached: Sequence[AttachedEngine]) -> None:
         """Push to these engines from now on, and to nothing else.
@@ -321,7 +330,7 @@ class Broadcaster(Closing):
 
         Raises:
             ValueError: It is not pushed to.
-            UnsupportedEngineError: It is the only one.
+            UnsupportedEngineError: It is the only one, or behind the router, with which it would come back.
             EngineBusyError: A push is under way.
         """
         self._run(self.remove_async(engine))
@@ -333,6 +342,8 @@ class Broadcaster(Closing):
         places = [place for place, each in enumerate(self._engines) if each is not engine and each != engine]
         if len(places) == len(self._engines):
             raise ValueError(f"{engine!r} is not pushed to; `engines` has those that are")
+        if isinstance(engine, str) and engine in self._routed:
+            raise UnsupportedEngineError(f"{engine} is behind the router, and would come back; remove it there")
         removed = [each for place, each in enumerate(self._fleet.attached) if place not in places]
         await self._keep(places)
         await self._let_go(removed)

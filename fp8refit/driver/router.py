@@ -17,7 +17,6 @@ class _Worker(BaseModel):
     """A server behind a router, or one of its replicas."""
 
     url: str
-    is_healthy: bool = True
 
 
 class _Workers(BaseModel):
@@ -27,12 +26,12 @@ class _Workers(BaseModel):
     total: int
 
 
-def behind(server: Server, *, is_healthy: bool = False) -> list[str] | None:
-    """URLs of the servers behind a router, sorted; None if no router answers.
+def behind(server: Server) -> list[str] | None:
+    """URLs of the servers behind a router, sorted; None if no router answers. Also those that the router sends no requests to
+    now: it may again, without a word.
 
     Args:
         server: Sends requests to its URL.
-        is_healthy: Leave out servers that the router sends no requests to, because they do not answer it.
 
     Raises:
         EngineLostError: Nobody answers.
@@ -45,22 +44,20 @@ def behind(server: Server, *, is_healthy: bool = False) -> list[str] | None:
         return None
     if status != HTTPStatus.OK:
         return None
-    urls = {_REPLICA.sub("", worker.url).rstrip("/") for worker in said.workers if worker.is_healthy or not is_healthy}
-    return sorted(urls)
+    return sorted({_REPLICA.sub("", worker.url).rstrip("/") for worker in said.workers})
 
 
-def behind_router(url: str, *, is_healthy: bool = False) -> list[str]:
+def behind_router(url: str) -> list[str]:
     """URLs of the servers behind a router, sorted.
 
     Args:
         url: The router's.
-        is_healthy: See `behind`.
 
     Raises:
         EngineLostError: Nobody answers.
         UnsupportedEngineError: It is no router.
     """
-    urls = behind(Server(url), is_healthy=is_healthy)
+    urls = behind(Server(url))
     if urls is None:
         raise UnsupportedEngineError(f"{url} is no router: it does not answer {_ROUTE} as vLLM's and SGLang's do")
     return urls

@@ -700,6 +700,39 @@ def test_a_server_behind_the_router_that_does_not_answer(on_lost, is_healthy, ro
         assert routed.held() == [report.version] * 3
 
 
+def test_a_server_that_the_router_takes_for_ill_gets_the_policy_if_it_answers(routed):
+    with Broadcaster(router=routed.router, on_lost="drop", timeout_s=TIMEOUT_S) as broadcaster:
+        routed.listed[routed.urls[1]] = False
+        broadcaster.push(routed.make_policy(1))
+        assert routed.held() == [1, 1, 0]
+
+
+@pytest.mark.parametrize("on_lost", ["raise", "drop"])
+def test_a_server_that_is_gone_when_a_broadcaster_is_made(on_lost, routed):
+    routed.absent.add(routed.urls[1])
+    if on_lost == "raise":
+        with pytest.raises(EngineLostError, match="it is gone"):
+            Broadcaster(router=routed.router, timeout_s=TIMEOUT_S)
+        return
+    with Broadcaster(router=routed.router, on_lost="drop", timeout_s=TIMEOUT_S) as broadcaster:
+        assert broadcaster.engines == routed.urls[:1]
+
+
+def test_a_server_that_was_added_before_the_router_had_it_leaves_with_it(routed):
+    with Broadcaster(router=routed.router, timeout_s=TIMEOUT_S) as broadcaster:
+        broadcaster.push(policy := routed.make_policy(1))
+        broadcaster.add(routed.urls[2], policy)
+        broadcaster.push(routed.make_policy(2))
+        assert broadcaster.engines == routed.urls
+        routed.listed[routed.urls[2]] = True
+        broadcaster.push(routed.make_policy(3))
+        del routed.listed[routed.urls[2]]
+        broadcaster.push(routed.make_policy(4))
+        assert broadcaster.engines == routed.urls[:2]
+        with pytest.raises(UnsupportedEngineError, match="is behind the router, and would come back"):
+            broadcaster.remove(routed.urls[1])
+
+
 def test_no_server_is_written_if_the_router_cannot_be_asked_or_knows_none(routed):
     with Broadcaster(router=routed.router, timeout_s=TIMEOUT_S) as broadcaster:
         routed.status = 503
