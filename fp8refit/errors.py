@@ -96,7 +96,7 @@ class InvalidCorrectionError(RefitError, ValueError):
 
 
 class UnsupportedEngineError(RefitError, ValueError):
-    """fp8refit cannot refit this engine: it is unknown, not block FP8, or has layers whose kernel repacks weights.
+    """fp8refit cannot refit this engine: it is unknown, or has layers whose kernel repacks weights.
 
     The message says each cause once, with all modules that it is true of.
 

@@ -18,7 +18,7 @@ ROW_MAJOR_RUNNERS = frozenset({"cutlass", "deep_gemm", "triton"})
 
 _METHODS = frozenset({"CompressedTensorsW8A8Fp8MoE", "Fp8MoEMethod", "W8A8FP8MoEMethod"})
 """What gives its runner the weights as they were loaded."""
-_MOVES_ROWS = ("w13_swiglu_interleaved", "use_flashinfer_trtllm_moe")
+_MOVES_ROWS = ("w13_swiglu_interleaved", "use_flashinfer_trtllm_moe", "_aiter_runner")
 """What says so of the method of layers that are not quantized."""
 _ROWS_STAY = 'Boot with moe_runner_backend="triton" and without SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED'
 ROUTER_COPY = "_weight_fp32"

@@ -8,7 +8,6 @@ import torch
 from fp8refit.bench import policies
 from fp8refit.bench.rollout_engine import MEMORY_SHARE, Precision, RolloutBoot
 from fp8refit.bench.shapes import block_fp8
-from fp8refit.driver.refitter import Refitter
 from fp8refit_sglang.bench import update_in_buckets
 from fp8refit_sglang.compat import VERSIONS
 
@@ -50,7 +49,7 @@ class SglangRollout:
 
     def load_bf16(self, seed: int) -> None:
         """Load policy number `seed`."""
-        manifest = policies.manifest(Refitter(self.candidate).layout())
+        manifest = policies.manifest_of(self.candidate)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         update_in_buckets(self.candidate, policies.stream(manifest, seed, device), _BUCKET_BYTES)
 

@@ -116,7 +116,8 @@ class VllmRules:
 
     def swaps_halves(self, module: nn.Module) -> bool:
         """Whether up projections are stored before gate projections, as FlashInfer's CUTLASS kernel does."""
-        return experts_backend(module) == "FLASHINFER_CUTLASS"
+        gates = getattr(getattr(module, "moe_config", None), "is_act_and_mul", True)
+        return gates and experts_backend(module) == "FLASHINFER_CUTLASS"
 
     def kept(self, module: nn.Module) -> Collection[str]:
         """Absorbed copies, joined gates and scales of activations, which are refreshed; KV caches and their scales; LoRA

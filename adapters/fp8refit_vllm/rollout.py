@@ -8,7 +8,6 @@ import torch
 from fp8refit.bench import policies
 from fp8refit.bench.rollout_engine import MEMORY_SHARE, Precision, RolloutBoot
 from fp8refit.bench.shapes import block_fp8
-from fp8refit.driver.refitter import Refitter
 from fp8refit.live.slots import TensorMeta
 from fp8refit_vllm.bench import shut_down
 from fp8refit_vllm.compat import VERSIONS
@@ -65,7 +64,7 @@ class VllmRollout:
 
     def load_bf16(self, seed: int) -> None:
         """Load policy number `seed`."""
-        manifest = policies.manifest(Refitter(self.candidate).layout())
+        manifest = policies.manifest_of(self.candidate)
         shapes = {name: (list(meta.shape), str(meta.dtype).removeprefix("torch.")) for name, meta in manifest.items()}
         self.candidate.collective_rpc("load_policy", args=(shapes, seed))
 

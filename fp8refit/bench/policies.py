@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from fp8refit.driver.refitter import Refitter
+from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.layout import EngineLayout
 from fp8refit.live.slots import TensorMeta
 
@@ -24,6 +26,19 @@ def manifest(layout: EngineLayout) -> dict[str, TensorMeta]:
         )
         for slot in layout.slots
     }
+
+
+def manifest_of(candidate: object) -> dict[str, TensorMeta]:
+    """Return `manifest` for an engine.
+
+    Raises:
+        UnsupportedEngineError: Some of its weights cannot be described.
+    """
+    with Refitter(candidate) as refitter:
+        layout = refitter.layout()
+    if layout.refusals:
+        raise UnsupportedEngineError("this engine cannot be given a policy:", layout.refusals)
+    return manifest(layout)
 
 
 def allocate(layout: EngineLayout, device: torch.device) -> dict[str, Tensor]:

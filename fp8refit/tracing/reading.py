@@ -343,7 +343,8 @@ class Reading:
     def _add_tensor(self, prefix: str, held: Held) -> None:
         _, module, name, weight, scale, global_scale = held
         pieces = self._pieces(prefix, name)
-        if pieces is not None and name == TWO_HALVES and self._rules.swaps_halves(module):
+        is_swapped = name == TWO_HALVES and self._rules.swaps_halves(module)
+        if pieces is not None and is_swapped:
             pieces = with_halves_swapped(pieces, weight.shape[1])
         common: dict[str, Any] = {}
         starts: dict[int, int] | None = None
@@ -361,18 +362,21 @@ class Reading:
             reason = f"`{name}` is padded when it is loaded, and the scales of the padding are unknown"
             self._refuse(prefix, module, (reason, "Boot with sizes that fit the engine's"))
             return
-        is_mixed = pieces is not None and scale is None and any(boxes.is_transposed for _, boxes in pieces)
+        is_stack = scale is not None or (
+            pieces is not None and weight.ndim == 3 and all(_is_transposed_stack(boxes) for _, boxes in pieces)
+        )
+        is_mixed = pieces is not None and not is_stack and any(boxes.is_transposed for _, boxes in pieces)
         if pieces is None or is_mixed or (scale is not None and starts is None):
-            self._add_staged(prefix, module, name, weight, scale, common)
+            self._add_staged(prefix, module, name, weight, scale, common, is_swapped=is_swapped)
             return
         if kernel is not None:
             common["kernel"] = kernel.name
         for copy, boxes in pieces:
-            for matrix in matrices(boxes) if scale is not None else (boxes,):
+            for matrix in matrices(boxes) if is_stack else (boxes,):
                 if scale is not None and starts is not None and block_format is not None:
                     common["scale"] = blocks_of(scale, matrix, starts, block_format)
                     common["global_scale"] = global_of(global_scale, matrix)
-                self._slots.append(self._slot(copy.source, matrix, weight, prefix, **common))
+                self._slots.append(self._slot(copy.source, matrix, weight, prefix, is_stack=is_stack, **common))
         for copy in zeros:
             boxes_of_zeros = written_by(copy, tuple(weight.shape)) or ()
             self._padding += (box_of(weight, box, range(weight.ndim)) for box in boxes_of_zeros)
@@ -386,6 +390,8 @@ class Reading:
         scale: Tensor | None,
         common: dict[str, Any],
         in_order: Callable[[Tensor], Tensor] | None = None,
+        *,
+        is_swapped: bool = False,
     ) -> None:
         """Keep the sources of a tensor that is not a plain copy."""
         first = self._twin.firsts[twin_name(prefix, name)]
@@ -403,8 +409,14 @@ class Reading:
             fault = "is not copied in order, and its scales also cover what other ranks hold"
         if block_format is not None and block_format.needs_maximum:
             fault = "is not copied in order, and has one scale"
+        remedy = "Leave this layer in BF16"
+        if is_swapped:
+            fault, remedy = (
+                "is not copied in order, and its kernel keeps its halves swapped",
+                "Choose a kernel that does not",
+            )
         if fault is not None:
-            self._refuse(prefix, module, (f"`{name}` {fault}", "Leave this layer in BF16"))
+            self._refuse(prefix, module, (f"`{name}` {fault}", remedy))
             return
         copies = self._copies.get(first, [])
         staged = Staged(
@@ -414,13 +426,15 @@ class Reading:
         written = (weight,) if scale is None else (weight, scale)
         self._refreshes.append(Refresh(name=f"{prefix}.{name}", run=staged.refresh, written=written))
 
-    def _slot(self, source: str, boxes: Boxes, tensor: Tensor, module: str, **others: Any) -> Slot:
+    def _slot(
+        self, source: str, boxes: Boxes, tensor: Tensor, module: str, *, is_stack: bool = False, **others: Any
+    ) -> Slot:
         """Return the slot of a box of a live tensor. Matrices of a stack become separate slots, under names we make up."""
         full_shape, is_transposed = self._twin.naming.tensors[source].shape, boxes.is_transposed
         if is_transposed:
             boxes, full_shape = boxes.transposed(), (full_shape[0], full_shape[2], full_shape[1])
         read, dims = boxes.read, boxes.dims
-        if "scale" in others and len(full_shape) == 3:
+        if is_stack and len(full_shape) == 3:
             index, full_stack = read[0][0], full_shape
             name = f"{source}[{index}]"
             known = self._stacks.get(source)
@@ -432,6 +446,10 @@ class Reading:
         starts = tuple(start for start, _ in read)
         offset = starts if any(starts) else ()
         return Slot(name=source, full_shape=full_shape, weight=weight, offset=offset, module=module, **others)
+
+
+def _is_transposed_stack(boxes: Boxes) -> bool:
+    return boxes.is_transposed and are_matrices(boxes, 3)
 
 
 def _is_global(name: str, own: Mapping[str, Tensor]) -> bool:

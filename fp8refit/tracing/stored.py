@@ -225,15 +225,20 @@ def matrices(boxes: Boxes) -> Iterator[Boxes]:
 
 
 def with_halves_swapped(pieces: Sequence[tuple[Copy, Boxes]], rows: int) -> list[tuple[Copy, Boxes]] | None:
-    """Swap the upper and lower halves of a tensor's rows; None if a piece spans both."""
-    found = []
+    """Swap the upper and lower halves of a tensor's rows; None if a piece spans both in a way that cannot be split."""
+    found, half = [], rows // 2
     for copy, boxes in pieces:
-        into = list(boxes.into)
-        start, count = into[1]
-        if start // (rows // 2) != (start + count - 1) // (rows // 2):
+        start, count = boxes.into[1]
+        if start < half < start + count and 1 not in boxes.dims:
             return None
-        into[1] = ((start + rows // 2) % rows, count)
-        found.append((copy, replace(boxes, into=tuple(into))))
+        for first, last in ((start, min(start + count, half)), (max(start, half), start + count)):
+            if first < last:
+                into, read = list(boxes.into), list(boxes.read)
+                into[1] = ((first + half) % rows, last - first)
+                if 1 in boxes.dims:
+                    place = boxes.dims.index(1)
+                    read[place] = (read[place][0] + first - start, last - first)
+                found.append((copy, replace(boxes, into=tuple(into), read=tuple(read))))
     return found
 
 

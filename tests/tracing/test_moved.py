@@ -18,7 +18,7 @@ NAME = "experts.{}.up.weight"
 
 
 class Rules(FakeKernelRules):
-    no_block_fp8 = None
+    to_quantize = None
     absorbed = ("W_UK", "W_UV")
 
     def refreshes(self, model):

@@ -752,6 +752,52 @@ def test_matrices_of_a_stack_are_slots_wherever_the_rank_has_them(is_up_first, i
     assert len(inventory.slots) == 6
 
 
+@pytest.mark.parametrize("is_up_first", [False, True])
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("in_one_copy", [False, True])
+def test_a_stack_that_is_not_quantized_is_written_in_place(is_up_first, is_transposed, in_one_copy):
+    layer = nn.Module()
+    layer.is_up_first = is_up_first
+    layer.w13_weight = nn.Parameter(torch.zeros(4, 16, 8, dtype=BF16), requires_grad=False)
+    model, shape = model_of(experts=layer), (4, 8, 16) if is_transposed else (4, 16, 8)
+
+    def load(tensors):
+        for _, tensor in tensors:
+            for expert in range(4):
+                matrix = tensor[expert].t() if is_transposed else tensor[expert]
+                rows = layer.w13_weight[expert]
+                for here, part in zip(
+                    [rows] if in_one_copy else rows.chunk(2), matrix.chunk(2 - in_one_copy), strict=True
+                ):
+                    here.copy_(part)
+
+    naming = Naming(tensors={"gate_up": TensorMeta(shape=shape, dtype=BF16)})
+    inventory = read(model, trace_twin(model, naming, load))
+    assert inventory.refusals == () and inventory.refreshes == ()
+    policy = torch.randn(shape).to(BF16)
+    for slot in inventory.slots:
+        assert slot.weight.untyped_storage().data_ptr() == layer.w13_weight.untyped_storage().data_ptr()
+        sent = policy[int(slot.name[-2])].t() if is_transposed else policy
+        for (start, length), dim in zip(
+            zip(slot.origin, slot.weight.shape, strict=True), range(sent.ndim), strict=True
+        ):
+            sent = sent.narrow(dim, start, length)
+        slot.weight.copy_(sent)
+    whole = policy.mT if is_transposed else policy
+    assert torch.equal(layer.w13_weight, whole.roll(8, 1) if is_up_first else whole)
+
+
+def test_halves_that_a_kernel_swaps_and_no_copy_fills_in_order_are_refused():
+    layer = nn.Module()
+    layer.is_up_first = True
+    layer.w13_weight = nn.Parameter(torch.zeros(1, 16, 8, dtype=BF16), requires_grad=False)
+    naming = Naming(tensors={"gate_up": TensorMeta(shape=(1, 16, 8), dtype=BF16)})
+    load = loading(lambda _, tensor: layer.w13_weight.copy_(tensor[:, torch.arange(16).view(8, 2).t().reshape(-1)]))
+    model = model_of(experts=layer)
+    (refusal,) = read(model, trace_twin(model, naming, load)).refusals
+    assert "is not copied in order, and its kernel keeps its halves swapped. Choose a kernel" in str(refusal)
+
+
 def test_a_name_of_transformers_own_and_one_without_a_prefix_are_second_names():
     model = model_of(proj=BlockLinear())
     naming = Naming(
