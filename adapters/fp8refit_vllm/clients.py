@@ -18,6 +18,24 @@ def method_of(config: Any) -> str:
     return EXTENSION_METHOD if config.parallel_config.worker_extension_cls == _EXTENSION else PLUGIN_METHOD
 
 
+def check_connectors(config: Any) -> None:
+    """Refuse an engine of which something outside keeps what the old policy has computed.
+
+    Raises:
+        UnsupportedEngineError: It does.
+    """
+    if kept := keeping_connectors(getattr(config, "kv_transfer_config", None)):
+        raise UnsupportedEngineError(
+            f"this engine would give KV of the old policy to later requests: vLLM cannot make {', '.join(kept)} drop what it "
+            "keeps; boot it without, or with OffloadingConnector in host memory alone"
+        )
+    if getattr(config, "ec_transfer_config", None) is not None:
+        raise UnsupportedEngineError(
+            "this engine would give what the old policy's encoder has computed to later requests, which vLLM keeps outside; "
+            "boot it without ec_transfer_config"
+        )
+
+
 def check_layout(config: Any, client: Any = None) -> None:
     """Refuse an engine whose client sees only a part of it, or that would serve KV of the old policy.
 
@@ -28,11 +46,7 @@ def check_layout(config: Any, client: Any = None) -> None:
     Raises:
         UnsupportedEngineError: Its experts are spread over replicas that the client does not reach; or a KV connector keeps KV.
     """
-    if kept := keeping_connectors(getattr(config, "kv_transfer_config", None)):
-        raise UnsupportedEngineError(
-            f"this engine would give KV of the old policy to later requests: vLLM cannot make {', '.join(kept)} drop what it "
-            "keeps; boot it without, or with OffloadingConnector"
-        )
+    check_connectors(config)
     num_replicas = config.parallel_config.data_parallel_size
     if steps_with_others(config) and len(cores_of(client)) < num_replicas:
         raise UnsupportedEngineError(

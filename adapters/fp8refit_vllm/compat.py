@@ -35,9 +35,13 @@ MX_SCALES = (torch.uint8, torch.float8_e8m0fnu)
 """dtypes of exponents."""
 _CONNECTOR: dict[str, Any] = {"kv_connector_module_path": None, "kv_connector_extra_config": {}}
 _PASS_ON = frozenset(
-    "MooncakeConnector MoRIIOConnector NixlConnector NixlPullConnector NixlPushConnector P2pNcclConnector".split()  # noqa: SIM905
+    {
+        *("DecodeBenchConnector", "MooncakeConnector", "MoRIIOConnector", "P2pNcclConnector"),
+        *("NixlConnector", "NixlPullConnector", "NixlPushConnector"),
+    }
 )
-"""KV connectors that hold KV only until the engine that decodes has it."""
+"""KV connectors that hold KV only until the engine that decodes has it, or make it up."""
+_IN_MEMORY = "CPUOffloadingSpec"
 _DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 
@@ -432,13 +436,23 @@ def keeping_connectors(transfer: Any) -> list[str]:
         transfer: vLLM's `KVTransferConfig`, if there is one.
     """
     name = getattr(transfer, "kv_connector", None)
-    if name is None or name in _PASS_ON:
+    extra = getattr(transfer, "kv_connector_extra_config", None) or {}
+    if name is None or (name in _PASS_ON and getattr(transfer, "kv_connector_module_path", None) is None):
         return []
+    # What a tier of files keeps outlives a reset, and of other specs nobody knows.
+    if name == "OffloadingConnector" and (
+        extra.get("spec_name", _IN_MEMORY) != _IN_MEMORY or "spec_module_path" in extra
+    ):
+        return [name]
     if name == "MultiConnector":
-        parts = transfer.kv_connector_extra_config.get("connectors", ())
+        parts = extra.get("connectors", ())
         return [each for part in parts for each in keeping_connectors(SimpleNamespace(**_CONNECTOR | part))]
     base = resolve_name(f"{_CONNECTORS}.v1.base.KVConnectorBase_V1")
-    kind = resolve_name(f"{_CONNECTORS}.factory.KVConnectorFactory").get_connector_class(transfer)
+    try:
+        kind = resolve_name(f"{_CONNECTORS}.factory.KVConnectorFactory").get_connector_class(transfer)
+    except Exception:
+        logger.debug("the KV connector %s cannot be looked at", name, exc_info=True)
+        return [name]
     return [name] if kind.reset_cache is base.reset_cache else []
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fp8refit.errors import EngineLostError
 from fp8refit.live.slots import Refusal
 from fp8refit.tracing.stored import is_experts
 from fp8refit.transport.memory.cuda_driver import is_mapped
@@ -79,6 +80,21 @@ class ExpertPlaces:
     @property
     def _models(self) -> list[Any]:
         return [] if self._state is None else list(self._state.model_states.values())
+
+
+def check_mover(worker: Any) -> None:
+    """Check that what was begun in the background will end.
+
+    Raises:
+        EngineLostError: Its thread has died.
+    """
+    state = getattr(worker.model_runner, "eplb_state", None)
+    thread = getattr(state, "async_worker", None)
+    is_moving = any(getattr(each, "rebalanced", False) for each in getattr(state, "model_states", {}).values())
+    if is_moving and thread is not None and not thread.is_alive():
+        raise EngineLostError(
+            "vLLM's thread that moves experts (EPLB) has died, in the middle of a move; restart the engine"
+        )
 
 
 def end_moves(worker: Any) -> None:

@@ -30,6 +30,7 @@ from fp8refit.remote.protocol.messages import Do, Reply, Request, first_problem
 from fp8refit.transport.collective.board import Board
 from fp8refit.transport.error_capture import ErrorCapture
 from fp8refit.transport.vote import ErrorRecord
+from fp8refit_vllm.clients import check_connectors
 from fp8refit_vllm.compat import TRANSFER, VERSIONS, booting_worker, end_weight_update, is_updating
 from fp8refit_vllm.transfer_driver import Letter
 from fp8refit_vllm.worker import rank_of, serve
@@ -121,6 +122,7 @@ class RefitTransferEngine(WeightTransferEngine[Any, Any]):
         """Serve a new trainer instead of the previous one, if its first message succeeds. Returns the answer to that."""
         with ErrorCapture() as failed:
             _check_is_alone(self.vllm_config.parallel_config)
+            check_connectors(self.vllm_config)
             said = serve(self._worker, message)
             if Reply.model_validate_json(said).error is None:
                 if self._is_in_use():

@@ -43,7 +43,7 @@ from fp8refit_vllm.compat import (
 from fp8refit_vllm.core import CORE_METHOD, FREEZE_METHOD, SET_APART_METHOD, carry_out
 from fp8refit_vllm.core_compat import add_to_core, freeze_in_core, on_core_start, raise_refusals, set_apart_in_core
 from fp8refit_vllm.drafts import Draft, draft_of, read_boot_values, read_draft
-from fp8refit_vllm.eplb import ExpertPlaces, end_moves
+from fp8refit_vllm.eplb import ExpertPlaces, check_mover, end_moves
 from fp8refit_vllm.kv_cache import read_kv_cache, reset_kv_scales
 from fp8refit_vllm.layout import VllmRules
 from fp8refit_vllm.lora import WorkerAdapters, watch_loads
@@ -151,6 +151,7 @@ def _make_rank(worker: Any) -> Rank:
     target = LoraTarget(
         model.read_inventory,
         memory=WorkerAdapters(worker),
+        check_engine=partial(check_mover, worker),
         end_moves=partial(end_moves, worker),
         device=next(model.network.parameters()).device,
         engine="vllm",

@@ -58,7 +58,11 @@ class LoraTarget(Target):
         """
         own = self._own
         if own is None or own.watch.was_any_replaced() or not self._loras.are_stale:
+            have_moved = own is not None and own.has_moved()
             own = self._read_own()
+            if self.is_dirty and have_moved:  # which rank has what a failed refit left of an expert, nobody knows now
+                memory = {each.untyped_storage().data_ptr() for each in own.moving}
+                self._torn |= {each.name for each in own.slots if each.weight.untyped_storage().data_ptr() in memory}
             self._own = own = replace(own, prove=cache(own.prove) if own.prove is not None else None)
         self._loras = loras = Loras() if own.refusals else Loras.of(self._memory)
         return replace(own, slots=(*own.slots, *loras.slots), adapters=loras.adapters)

@@ -1,12 +1,17 @@
 """Where vLLM says that experts are (EPLB), on objects that show what vLLM's show: no vLLM here."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fp8refit_vllm.eplb import ExpertPlaces, end_moves
+from fp8refit_vllm.eplb import ExpertPlaces, check_mover, end_moves
 from fp8refit_vllm.worker import WorkerModel
 from torch import nn
+
+from fp8refit import EngineLostError
+from fp8refit.driver.lora_target import LoraTarget
+from fp8refit.live.slots import Inventory, Slot
 
 
 class Experts(nn.Module):
@@ -127,3 +132,52 @@ def test_what_drivers_have_sent_to_a_rank_is_forgotten_once_experts_have_moved(i
     for _ in range(2):
         model._read_places()
     assert events == (["unmap", "leave"] if is_served else [])
+
+
+@pytest.mark.parametrize(
+    ("rebalanced", "is_alive", "is_lost"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_a_move_that_will_never_end_is_an_error_before_anybody_waits_for_it(rebalanced, is_alive, is_lost):
+    worker = worker_of(PLACES, is_async=True)
+    state = worker.model_runner.eplb_state
+    state.async_worker = SimpleNamespace(is_alive=lambda: is_alive)
+    state.model_states["hash"].rebalanced = rebalanced
+    with pytest.raises(EngineLostError, match="has died, in the middle of a move") if is_lost else nullcontext():
+        check_mover(worker)
+
+
+def test_an_engine_whose_experts_do_not_move_has_no_mover():
+    check_mover(SimpleNamespace(model_runner=SimpleNamespace()))
+
+
+class NoAdapters:
+    """An engine that serves none."""
+
+    def loaded(self):
+        return []
+
+    seated = loaded
+
+    def activate(self):
+        pass
+
+    deactivate = activate
+
+
+def test_what_a_failed_refit_has_left_of_an_expert_is_sought_on_every_rank_once_it_has_moved():
+    stack, norm = torch.zeros(2, 4), torch.zeros(4)
+    names, moved = ["experts.2", "experts.3"], [False]
+
+    def read() -> Inventory:
+        slots = [Slot(name=name, full_shape=(4,), weight=row) for name, row in zip(names, stack, strict=True)]
+        slots.append(Slot(name="norm", full_shape=(4,), weight=norm))
+        return Inventory(slots=tuple(slots), has_moved=lambda: moved[0], moving=(stack,))
+
+    target = LoraTarget(read, memory=NoAdapters(), device=torch.device("cpu"), engine="fake", versions={})
+    target._read_inventory()
+    target.is_dirty = True
+    target._read_inventory()
+    assert target._torn == set()
+    names[0], moved[0] = "experts.0", True
+    target._read_inventory()
+    assert target._torn == {"experts.0", "experts.3"}
