@@ -36,7 +36,8 @@ def why_not_absorbed(module: Any, *, is_known_rule: bool) -> Why:
     """Why the absorbed copies of an attention layer cannot be recomputed; None if they can."""
     if not is_known_rule:
         return "absorbs its latent projections in a way of its own", "fp8refit does not support it yet"
-    if quantizes_itself(getattr(module, "kv_b_proj", None)):
+    projection = getattr(module, "kv_b_proj", None)
+    if quantizes_itself(getattr(projection, "base_layer", projection)):
         return "absorbs its latent projections before SGLang quantizes them", FROM_FP8
     if getattr(module, "use_deep_gemm_bmm", False):
         return (

@@ -16,17 +16,22 @@ from typing_extensions import override
 from fp8refit.live.names import strip_wrappers
 from fp8refit.live.slots import TensorMeta
 from fp8refit.tracing.boxes import pieces_of, written_by
-from fp8refit.tracing.loras import AdapterMemory, Loaded, Matrices, box_of
+from fp8refit.tracing.loras import AdapterMemory, Loaded, Matrices, box_of, tried
 from fp8refit.tracing.trace import Trace
 from fp8refit_sglang.compat import empty_slot
 from fp8refit_sglang.live_scheduler import Scheduler
 
 _NOTE = "_fp8refit_note"
 _UNLOADED = "may be unloaded by SGLang, which would load its files again; boot without max_loaded_loras"
+_OF_STAGES = "is spread over the stages of a pipeline; boot without pp_size, or merge it into the weights"
 
 
 def note_load(original: Callable[..., Any], adapter: Any) -> Any:
-    """Wraps the method that joins the matrices of an adapter: notes what they were, layer by layer."""
+    """Wraps the method that joins the matrices of an adapter: notes what they were, layer by layer. Those that came as tensors
+    of the trainer are still its own, so they are copied: refits write here.
+    """
+    for layer in adapter.layers:
+        layer.weights |= {name: matrix.clone() for name, matrix in layer.weights.items() if matrix.is_shared()}
     noted = [{name: TensorMeta.of(matrix) for name, matrix in layer.weights.items()} for layer in adapter.layers]
     object.__setattr__(adapter, _NOTE, noted)
     return original(adapter)
@@ -50,13 +55,15 @@ class PooledAdapters(AdapterMemory):
     def loaded(self) -> list[Loaded]:
         manager = self._manager
         loras = [] if manager is None else [(ref, manager.loras[uid]) for uid, ref in manager.lora_refs.items()]
-        unloads = getattr(self._scheduler.itself.server_args, "max_loaded_loras", None) is not None
+        arguments = self._scheduler.itself.server_args
+        why = _UNLOADED if getattr(arguments, "max_loaded_loras", None) is not None else ""
+        why = _OF_STAGES if getattr(arguments, "pp_size", 1) > 1 else why
         return [
             Loaded(
                 name=ref.lora_name,
                 lora=lora,
                 index=manager.memory_pool.uid_to_buffer_id.get(ref.lora_id),
-                refusal=_UNLOADED if unloads else "",
+                refusal=why,
             )
             for ref, lora in loras
             if hasattr(lora, _NOTE)
@@ -99,12 +106,15 @@ class PooledAdapters(AdapterMemory):
         for uid in [] if manager is None else list(manager.lora_refs):
             pool = manager.memory_pool
             if uid not in pool.uid_to_buffer_id and empty_slot() in pool.buffer_id_to_uid:
-                manager.fetch_new_loras({uid})
+                with tried(f"adapter {uid}"):
+                    manager.fetch_new_loras({uid})
 
     @override
     def deactivate(self) -> None:
         manager = self._manager
-        for uid in [] if manager is None else list(manager.memory_pool.uid_to_buffer_id):
+        if manager is None or self._scheduler.draft_algorithm == "UNO":  # whose adapter is seated once
+            return
+        for uid in list(manager.memory_pool.uid_to_buffer_id):
             if uid is not None:  # requests without an adapter
                 pool = manager.memory_pool
                 pool.buffer_id_to_uid[pool.uid_to_buffer_id.pop(uid)] = empty_slot()
@@ -112,8 +122,7 @@ class PooledAdapters(AdapterMemory):
 
     @override
     def keep(self, lora: Any) -> None:
-        for layer in lora.layers:
-            layer.pinned_weights.clear()  # copies, of which slots would be filled
+        """SGLang drops nothing, and has pinned copies only of adapters that are refused."""
 
 
 def _parts_of(lora: Any) -> list[tuple[str, Tensor]]:

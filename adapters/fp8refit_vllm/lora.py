@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fp8refit.tracing.loras import AdapterMemory, Loaded, Matrices
+from fp8refit.tracing.loras import AdapterMemory, Loaded, Matrices, tried
 from fp8refit_vllm.compat import keep_adapter, on_adapter_load, peft_modules
 
 _NOTE = "_fp8refit_note"
@@ -103,7 +103,8 @@ class WorkerAdapters(AdapterMemory):
         manager = self._manager
         for number in [] if manager is None else manager.list_adapters():
             if None in manager.lora_index_to_id and number not in manager.lora_index_to_id:
-                manager.activate_adapter(number)
+                with tried(f"adapter {number}"):
+                    manager.activate_adapter(number)
                 manager._last_mapping = None  # of requests to slots, which some versions take for unchanged
 
     @override

@@ -53,7 +53,7 @@ def _absorbed(model: nn.Module, rules: KernelRules) -> Iterator[Absorbed]:
     keys, values = rules.absorbed
     for name, module in model.named_modules():
         if hasattr(module, keys) and rules.why_refused(module) is None:
-            projection: Any = module.kv_b_proj
+            projection: Any = getattr(module.kv_b_proj, "base_layer", module.kv_b_proj)  # under a LoRA wrapper
             yield Absorbed(
                 name=name,
                 owner=module,

@@ -7,7 +7,8 @@ the engine's own code does when it fills a slot.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -169,6 +170,15 @@ class Loras:
             if name in written:
                 copy.copy_(weight)
                 memory.keep(lora)
+
+
+@contextmanager
+def tried(what: str) -> Iterator[None]:
+    """Leave what an engine cannot do undone, such as giving a slot to an adapter that does not fit: others can be refitted."""
+    try:
+        yield
+    except Exception:
+        logger.debug("%s has got no slot", what, exc_info=True)
 
 
 def box_of(tensor: Tensor, ranges: Iterable[Range]) -> Tensor:

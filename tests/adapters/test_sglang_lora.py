@@ -26,7 +26,7 @@ class Adapter(nn.Module):
     def __init__(self, uid, weights):
         super().__init__()
         layer = nn.Module()
-        layer.weights, layer.pinned_weights = dict(weights), {"stale": torch.zeros(1)}
+        layer.weights = dict(weights)
         self.layers, self.uid, self.scaling = nn.ModuleList([layer]), uid, 1.5
         self.embedding_layers = {}
         note_load(Adapter._normalize_weights, self)
@@ -83,9 +83,9 @@ class Manager:
             pool.buffer_id_to_uid[index], pool.uid_to_buffer_id[uid] = uid, index
 
 
-def pooled(manager, **arguments):
+def pooled(manager, draft_algorithm="", **arguments):
     itself = SimpleNamespace(server_args=SimpleNamespace(**arguments))
-    return PooledAdapters(SimpleNamespace(lora_manager=manager, itself=itself))
+    return PooledAdapters(SimpleNamespace(lora_manager=manager, itself=itself, draft_algorithm=draft_algorithm))
 
 
 def matrices(*parts):
@@ -121,8 +121,6 @@ def test_slots_are_parts_of_what_sglang_has_joined(parts):
     joined, pool = manager.loras["one"].layers[0].weights, manager.memory_pool
     held = pool.A_buffer["qkv_proj"][0][pool.uid_to_buffer_id["one"], : 3 * RANK]
     assert torch.equal(joined[f"{PREFIX}.qkv_proj.lora_A.weight"], held.float())
-    assert manager.loras["one"].layers[0].pinned_weights == {}
-    assert "stale" in manager.loras["other"].layers[0].pinned_weights
 
 
 def test_one_matrix_may_be_there_several_times():
@@ -186,3 +184,40 @@ def test_one_that_was_not_noted_is_unknown():
     adapter = Adapter("one", matrices("q_proj", "v_proj"))
     del adapter._fp8refit_note
     assert pooled(Manager(one=adapter)).loaded() == []
+
+
+def test_a_refit_never_writes_into_what_a_trainer_has_loaded_as_an_adapter():
+    """`load_lora_adapter_from_tensors` shares the memory of CPU tensors."""
+    name = f"{PREFIX}.o_proj.lora_A.weight"
+    trained, read = torch.randn(RANK, INPUTS).share_memory_(), torch.randn(RANK, INPUTS)
+    given = Adapter("one", {name: trained}).layers[0].weights[name]
+    assert given is not trained and torch.equal(given, trained)
+    assert Adapter("one", {name: read}).layers[0].weights[name] is read
+
+
+def test_an_adapter_that_does_not_fit_leaves_slots_to_others():
+    class Picky(Manager):
+        def fetch_new_loras(self, uids):
+            assert "bad" not in uids
+            super().fetch_new_loras(uids)
+
+    parts = {uid: Adapter(uid, matrices("q_proj", "v_proj")) for uid in ("bad", "good")}
+    memory = pooled(Picky(**parts))
+    memory.activate()
+    found = Loras.of(memory)
+    assert not found.adapters["name of good"].refusal
+    assert "has no slot now" in found.adapters["name of bad"].refusal
+
+
+def test_the_adapter_that_drafts_keeps_its_slot():
+    manager = Manager(one=Adapter("one", matrices("q_proj", "v_proj")))
+    memory = pooled(manager, draft_algorithm="UNO")
+    memory.activate()
+    memory.deactivate()
+    assert memory.seated()[0] is manager.loras["one"]
+
+
+def test_an_adapter_in_a_pipeline_is_refused():
+    memory = pooled(Manager(one=Adapter("one", matrices("q_proj", "v_proj"))), pp_size=2)
+    memory.activate()
+    assert "spread over the stages of a pipeline" in Loras.of(memory).adapters["name of one"].refusal

@@ -181,9 +181,10 @@ FAULTS = [
         found_by=SGLANG_LORA,
     ),
     Fault(
-        name="SGLang fills slots of pinned copies from before a refit",
-        at="adapters/fp8refit_sglang/lora.py::PooledAdapters.keep",
-        before="layer.pinned_weights.clear()",
+        name="a refit writes into what a trainer has loaded as an adapter",
+        at="adapters/fp8refit_sglang/lora.py::note_load",
+        before="matrix.is_shared()",
+        after="False",
         found_by=SGLANG_LORA,
     ),
     Fault(

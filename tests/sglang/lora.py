@@ -22,7 +22,7 @@ OPTIONS = {
 }
 OTHER = {"lora_alpha": 2 * ALPHA}
 """Matrices of this scale are multiplied by two, exactly."""
-LONG = 40
+LONG = 160
 """Tokens of a request that is refitted under."""
 
 
@@ -72,7 +72,7 @@ def try_in_flight(adapters: "Adapters", old: dict, new: dict) -> dict:
         found[mode] = {"before": before, "answer": answer}
         if mode == "keep":  # from where the answer is another, or a little earlier: both may say the same for a while
             same = next((n for n in range(LONG) if answer["tokens"][n] != before[n]), LONG)
-            tried = [before[:n] for n in range(same, max(same - 2, 0), -1)]
+            tried = [before[:n] for n in range(same, max(same - 6, 0), -1)]
             found[mode]["goes on"] = [said + adapters.ask(PROMPTS[0] + said, "one", LONG - len(said)) for said in tried]
     return found
 
