@@ -111,14 +111,15 @@ def main() -> None:
             said = torch.cat(answers)
             old, mask = torch.tensor(scored, device=DEVICE), torch.ones_like(said, dtype=torch.bool)
             logprobs = logprobs_of(policy, torch.cat(prompts), said)
-            weights = correction.importance_weights(logprobs.detach(), old, mask)
+            explored_logprobs = torch.cat(explored)
+            weights = correction.importance_weights(old, explored_logprobs, mask)  # as if the exact engine had sampled
             loss: Any = -(weights * torch.cat(advantages)[:, None] * logprobs)[mask].mean()
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
 
-            k3 = [correction.mismatch(logprobs.detach(), each, mask).k3 for each in (torch.cat(explored), old)]
+            k3 = [correction.mismatch(logprobs.detach(), each, mask).k3 for each in (explored_logprobs, old)]
             report = broadcaster.push(policy.state_dict())  # both serve it, or neither
             assert report is not None, "only other ranks of a trainer's group get none"
             print(

@@ -22,7 +22,7 @@ from fp8refit.sources.row_runs import Piece, Recipe
 from fp8refit.training.peft import Merged
 
 NORMS = ("*_layernorm.weight", "*.norm.weight")
-"""Names of the norms before attention, before the MLP, and at the end of Qwen and Llama models."""
+"""Names of norms: of Qwen and Llama models, those before attention, before the MLP, and at the end."""
 
 
 def annealed(step: int, num_steps: int, *, start: float = 1e-2, end: float = 5e-4, num_stages: int = 10) -> float:
@@ -64,10 +64,10 @@ def noised(
         policy: A state dict, `fp8refit.training.peft.merged(model)`, or pairs of names and tensors.
         sigma: Standard deviation; with 0, the policy is returned as it is.
         seed: Pass another one at every step.
-        names: Patterns of names that get noise.
+        names: Patterns of names that get noise; of merged weights, vectors only.
 
     Raises:
-        InvalidOptionError: `sigma` is negative or not finite, or no name of a state dict matches.
+        InvalidOptionError: `sigma` is negative or not finite, no name of a state dict matches, or that of a merged matrix does.
 
     Examples:
         >>> refitter.refit(noised(model.state_dict(), annealed(step, 1000), seed=step))  # doctest: +SKIP
@@ -79,6 +79,10 @@ def noised(
     if isinstance(known, Mapping) and not any(map(noise.is_on, known)):
         raise InvalidOptionError(f"noise: no tensor is called like {', '.join(names)}; pass names=")
     if isinstance(policy, Merged):
+        if odd := [name for name, meta in policy.scan()[0].items() if noise.is_on(name) and len(meta.shape) != 1]:
+            raise InvalidOptionError(
+                f"noise: {odd[0]} is no vector, and adapters may be merged into it; leave it out of names="
+            )
         return Noised(policy, noise)
     if isinstance(policy, Mapping):
         return {name: noise.add(name, tensor) for name, tensor in policy.items()}
@@ -111,7 +115,7 @@ class _Noise:
 
 
 class Noised:
-    """Merged weights with noise, as an `fp8refit.sources.source.Source`. Norms have no adapters, so they are whole pieces."""
+    """Merged weights with noise, as an `fp8refit.sources.source.Source`. Vectors have no adapters, and are whole pieces."""
 
     is_repeatable = True
 

@@ -155,6 +155,8 @@ def test_merged_adapters_keep_their_products_and_get_noise_beside_them():
     refitter = Refitter(engine)
     refitter.refit(source)
     assert refitter.verify(expected)
+    with pytest.raises(InvalidOptionError, match=r"q_proj.weight is no vector, and adapters may be merged into it"):
+        noised(merged(model), SIGMA, names=["*q_proj.weight"])
     with pytest.raises(InvalidOptionError, match="no tensor is called like"):
         noised(merged(model), SIGMA, names=["nothing"])
 
