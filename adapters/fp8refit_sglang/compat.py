@@ -106,7 +106,7 @@ ADAPTERS = Seam(
     purpose="adapters",
     names=(
         f"{IN_LORA}(it)",
-        *within(f"{_LORA}.lora.LoRALayer()", "weights pinned_weights"),
+        *within(f"{_LORA}.lora.LoRALayer()", "weights"),
         *within(f"{_LORA}.lora.LoRAAdapter()", "embedding_layers layers scaling"),
         f"{_LORA}.lora_manager.LoRAManager.fetch_new_loras(it,uids)",
         *within(
@@ -222,9 +222,20 @@ def updater_of(scheduler: Any) -> Any:
     return getattr(scheduler, "weight_updater", scheduler)
 
 
+OF_STAGES = (
+    "a stage of a pipeline cannot be updated from its scheduler: the next one does not hear of it meanwhile; refit the engine "
+    "or the server with fp8refit.Refitter"
+)
+
+
+def has_dp_attention(arguments: Any) -> bool:
+    """Whether replicas of attention step together, under either of SGLang's two options."""
+    return bool(getattr(arguments, "enable_dp_attention", False)) or (getattr(arguments, "attn_dp_size", None) or 1) > 1
+
+
 def num_replicas(arguments: Any) -> int:
     """How many replicas an engine with these arguments has, each with a process group of its own."""
-    return 1 if getattr(arguments, "enable_dp_attention", False) else int(getattr(arguments, "dp_size", 1))
+    return 1 if has_dp_attention(arguments) else int(getattr(arguments, "dp_size", 1))
 
 
 def num_stages(arguments: Any) -> int:
@@ -240,15 +251,15 @@ def replica_of(scheduler: Any) -> int:
     return int((ranks if ranks is not None else resolve_name(_RANKS)()).dp_rank)
 
 
-def dead_processes() -> list[str]:
-    """The names of SGLang's processes that ended with nobody to notice: what starts replicas does not look after them."""
+def dead_processes() -> dict[int, str]:
+    """The names of SGLang's processes that ended unnoticed, by PID: what starts replicas does not look after them."""
     import psutil
 
-    found = []
+    found = {}
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             if child.status() == psutil.STATUS_ZOMBIE and child.name().startswith("sglang::"):
-                found.append(f"{child.name()} (PID {child.pid})")
+                found[child.pid] = child.name()
     return found
 
 
@@ -400,7 +411,7 @@ def why_not_refitted(arguments: Any) -> str | None:
     def value(name: str, default: Any = None) -> Any:
         return getattr(arguments, name, default)
 
-    if value("enable_dp_attention_local_control_broadcast"):
+    if value("enable_dp_attention_local_control_broadcast") and has_dp_attention(arguments):
         return (
             "its ranks step together, but hear of a refit in different steps; leave out "
             "enable_dp_attention_local_control_broadcast"

@@ -41,6 +41,8 @@ class TokenizerControls:
         self._refuse_with = refuse_with
         self._gate: TokenizerGate | None = None
         self._was_paused = self._is_in_place = False
+        self._dead_before = dead_processes() if self.has_replicas else {}
+        """Of other engines."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
@@ -107,7 +109,7 @@ class TokenizerControls:
 
     async def _stop(self, config: RefitConfig) -> None:
         if config.in_flight in _DRAINING:
-            await _while_all_live(self._drain(config))
+            await self._while_all_live(self._drain(config))
         await self._pause(is_in_place=config.in_flight == "continue")
 
     async def _drain(self, config: RefitConfig) -> None:
@@ -165,14 +167,15 @@ class TokenizerControls:
             return
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
-        await self._manager.update_weight_version(
-            UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
-        )
+        request = UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
+        await self._while_all_live(self._manager.update_weight_version(request))
 
     async def ring(self, address: str, place: str | None) -> tuple[bool, str]:
         """Make every rank connect to `address`; return whether the first of each replica did, and SGLang's messages."""
         self._manager.auto_create_handle_loop()
-        results = await _while_all_live(self._manager.update_weights_from_ipc_communicator(call_for(address, place)))
+        results = await self._while_all_live(
+            self._manager.update_weights_from_ipc_communicator(call_for(address, place))
+        )
         return all(result.success for result in results), "; ".join(result.message for result in results)
 
     async def _is_drained(self) -> bool:
@@ -210,18 +213,19 @@ class TokenizerControls:
     def _decide(self, is_paused: bool) -> None:
         self._was_paused = is_paused
 
+    async def _while_all_live(self, steps: Coroutine[Any, Any, T]) -> T:
+        """Await what only ends if every process of SGLang goes on. Without replicas SGLang looks after them itself.
 
-async def _while_all_live(steps: Coroutine[Any, Any, T]) -> T:
-    """Await what only ends if every process of SGLang goes on.
-
-    Raises:
-        EngineLostError: One does not.
-    """
-    task = asyncio.ensure_future(steps)
-    try:
-        while not (await asyncio.wait((task,), timeout=_LOOK_S))[0]:
-            if dead := dead_processes():
-                raise EngineLostError(f"{', '.join(dead)} died; restart the engine")
-        return task.result()
-    finally:
-        task.cancel()
+        Raises:
+            EngineLostError: One does not.
+        """
+        task = asyncio.ensure_future(steps)
+        try:
+            while not (await asyncio.wait((task,), timeout=_LOOK_S))[0]:
+                dead = dead_processes().items() - self._dead_before.items() if self.has_replicas else ()
+                if dead:
+                    named = ", ".join(f"{name} (PID {pid})" for pid, name in sorted(dead))
+                    raise EngineLostError(f"{named} died; restart the engine")
+            return task.result()
+        finally:
+            task.cancel()

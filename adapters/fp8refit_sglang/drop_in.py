@@ -15,7 +15,7 @@ from fp8refit.driver.drop_in import DropIn, DropInOptions
 from fp8refit.driver.installed import Installed, drop_in_of, instead_of
 from fp8refit.errors import RefitError, UnsupportedEngineError
 from fp8refit.live.slots import FP8_DTYPE
-from fp8refit_sglang.compat import close_session, has_sessions, in_updater, weights_receipt
+from fp8refit_sglang.compat import OF_STAGES, close_session, has_sessions, in_updater, num_stages, weights_receipt
 from fp8refit_sglang.drafts import Draft, draft_of
 from fp8refit_sglang.live_scheduler import Scheduler
 from fp8refit_sglang.worker import rank_of
@@ -75,6 +75,8 @@ def install(scheduler: Any) -> None:
     try:
         if isinstance(draft_of(Scheduler(scheduler)), Draft):
             raise UnsupportedEngineError(_HAS_DRAFT)
+        if num_stages(scheduler.server_args) > 1:  # a vote now would hold up a stage that the next one waits for
+            raise UnsupportedEngineError(OF_STAGES)
         drop_in = DropIn(scheduler, rank_of(Scheduler(scheduler)), options, logger)
         load = drop_in.load
     except RefitError as error:

@@ -11,7 +11,7 @@ from fp8refit.errors import UnsupportedEngineError
 from fp8refit.live.formats import quantization_config
 from fp8refit.remote.ranks import RemoteRanks
 from fp8refit.remote.servers.server_driver import ServedRanks, ServerDriver
-from fp8refit_sglang.compat import VERSIONS, num_stages, why_not_refitted
+from fp8refit_sglang.compat import OF_STAGES, VERSIONS, num_stages, why_not_refitted
 from fp8refit_sglang.controls import TokenizerControls
 from fp8refit_sglang.driver import NOT_LOADED, Driver
 from fp8refit_sglang.live_scheduler import Scheduler
@@ -44,10 +44,7 @@ class SglangEngine(DelegatingEngine):
         elif hasattr(candidate, "tp_worker"):
             _check_arguments(candidate.server_args)
             if num_stages(candidate.server_args) > 1:
-                raise UnsupportedEngineError(
-                    "a stage of a pipeline cannot be updated from its scheduler: the next one does not hear of it meanwhile; "
-                    "refit the engine or the server with fp8refit.Refitter"
-                )
+                raise UnsupportedEngineError(OF_STAGES)
             super().__init__(SchedulerDriver(candidate), LocalRanks(rank_of(Scheduler(candidate))))
         else:
             driver = Driver(_controls_of(candidate))

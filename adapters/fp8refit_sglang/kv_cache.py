@@ -214,6 +214,9 @@ def _why_not_reached(scheduler: Scheduler) -> list[Refusal]:
         reason = "holds latents, which SGLang writes as if their scale were 1"
         return [Refusal(module="KV cache", reason=reason, remedy="fp8refit sets no scales of latent caches")]
     refusals = []
+    if scheduler.num_stages > 1:
+        reason = "is spread over stages of a pipeline, which know only their own layers"
+        refusals.append(Refusal(module="KV cache", reason=reason, remedy="Boot without pp_size to set KV scales"))
     for backend in dict.fromkeys(scheduler.attention_backends):
         if backend not in _READS_TENSORS | _READS_NUMBERS:
             reason = "is not known to read KV scales at run time"

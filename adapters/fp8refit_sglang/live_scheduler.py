@@ -12,7 +12,15 @@ from torch.distributed import ProcessGroup
 from fp8refit.errors import EngineAsleepError
 from fp8refit.live.slots import FP8_DTYPE, dtype_name
 from fp8refit_sglang.apart import set_apart
-from fp8refit_sglang.compat import forward_scope, has_graphs, num_stages, recapture, replica_of, updater_of
+from fp8refit_sglang.compat import (
+    forward_scope,
+    has_dp_attention,
+    has_graphs,
+    num_stages,
+    recapture,
+    replica_of,
+    updater_of,
+)
 
 
 class Scheduler:
@@ -63,6 +71,11 @@ class Scheduler:
         return int(self._group.world_size)
 
     @property
+    def num_stages(self) -> int:
+        """How many stages its pipeline has."""
+        return num_stages(self._scheduler.server_args)
+
+    @property
     def num_later_stages(self) -> int:
         """How many stages of the pipeline come after this rank's."""
         later = num_stages(self._scheduler.server_args) - 1
@@ -72,7 +85,7 @@ class Scheduler:
     def steps_in_parts(self) -> bool:
         """Whether a forward takes more than this rank's tokens and its tensor-parallel group."""
         arguments = self._scheduler.server_args
-        return num_stages(arguments) > 1 or bool(getattr(arguments, "enable_dp_attention", False))
+        return num_stages(arguments) > 1 or has_dp_attention(arguments)
 
     @property
     def draft_algorithm(self) -> str:

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fp8refit_sglang import SglangEngine, worker
-from fp8refit_sglang.compat import call_for
+from fp8refit_sglang import controls as controls_module
+from fp8refit_sglang.compat import call_for, num_replicas
 from fp8refit_sglang.controls import TokenizerControls
 from fp8refit_sglang.gate import TokenizerGate
+from fp8refit_sglang.live_scheduler import Scheduler
 from fp8refit_sglang.worker import FLUSH
 
 from fp8refit import (
@@ -615,7 +617,11 @@ def test_a_scheduler_that_does_not_know_us_is_told_with_what_sglang_says(solo, m
     ("arguments", "remedy"),
     [
         (
-            {"enable_dp_attention_local_control_broadcast": True},
+            {"enable_dp_attention_local_control_broadcast": True, "attn_dp_size": 2},
+            "leave out enable_dp_attention_local_control_broadcast",
+        ),
+        (
+            {"enable_dp_attention_local_control_broadcast": True, "enable_dp_attention": True, "dp_size": 2},
             "leave out enable_dp_attention_local_control_broadcast",
         ),
         ({"nnodes": 2}, "start one engine per host"),
@@ -671,6 +677,8 @@ def test_arguments_at_their_defaults_are_taken(make_engine):
     engine = make_engine(
         dp_size=1,
         enable_dp_attention=False,
+        enable_dp_attention_local_control_broadcast=True,  # which then says nothing
+        attn_dp_size=None,
         pp_size=1,
         nnodes=1,
         tokenizer_worker_num=1,
@@ -682,6 +690,30 @@ def test_arguments_at_their_defaults_are_taken(make_engine):
         weight_cache_mode="off",
     )
     assert Refitter(engine).version == 0
+
+
+@pytest.mark.parametrize("asked", [{"enable_dp_attention": True}, {"attn_dp_size": 2}], ids=str)
+def test_replicas_of_attention_are_ranks_of_one_group_and_step_together(asked):
+    arguments = SimpleNamespace(dp_size=2, tp_size=2, **asked)
+    assert num_replicas(arguments) == 1
+    assert Scheduler(SimpleNamespace(server_args=arguments)).steps_in_parts
+
+
+def test_what_died_before_an_engine_was_driven_is_not_taken_for_one_of_its_replicas(make_engine, monkeypatch):
+    dead = {7: "sglang::scheduler_DP0"}
+    monkeypatch.setattr(controls_module, "dead_processes", lambda: dict(dead))
+    monkeypatch.setattr(controls_module, "_LOOK_S", 0.01)
+
+    async def wait(controls):
+        await controls._while_all_live(asyncio.sleep(0.1))
+
+    alone, several = (TokenizerControls(make_engine(dp_size=size).tokenizer_manager) for size in (1, 2))
+    for controls in (alone, several):
+        asyncio.run(wait(controls))
+    dead[8] = "sglang::scheduler_DP1"
+    asyncio.run(wait(alone))
+    with pytest.raises(EngineLostError, match=r"sglang::scheduler_DP1 \(PID 8\) died"):
+        asyncio.run(wait(several))
 
 
 def test_something_else_of_sglang_s_is_refused():

@@ -1,6 +1,7 @@
 """Engines of several replicas, refitted as one. `test_replicas_stubbed_kernels.py` says what must come of it."""
 
 import asyncio
+import os
 import signal
 from collections.abc import Coroutine, Iterable
 from pathlib import Path
@@ -18,7 +19,7 @@ from fp8refit import Refitter
 from tests.engines.attempts import ATTEMPTS, bad_policy, try_policies
 from tests.serving import free_port
 
-LONG = SAMPLING | {"max_new_tokens": 60}
+LONG = SAMPLING | {"max_new_tokens": 240}
 IN_FLIGHT = {"wait": [1], "keep": [0, 1], "continue": [1, 0]}
 """Which replicas run a request meanwhile; others are idle."""
 BEGINS_S = 60
@@ -37,7 +38,14 @@ class Replicas(Subject):
 
 
 def run_replicas(
-    family: str, in_flight: list[str], ending: str, work: Path, *, has_fresh: bool = False, **options: Any
+    family: str,
+    in_flight: list[str],
+    ending: str,
+    work: Path,
+    *,
+    has_fresh: bool = False,
+    drop_in: bool = False,
+    **options: Any,
 ) -> dict:
     """Policies over noise, and what else is asked for.
 
@@ -47,8 +55,10 @@ def run_replicas(
         ending: What goes wrong in the end.
         work: Folder for checkpoints.
         has_fresh: Whether an engine of policy 2 is booted afterwards, laid out as this one.
+        drop_in: Whether the drop-in is switched on, which may not keep an engine from serving that it cannot be put into.
         options: Of the engine.
     """
+    os.environ["FP8REFIT_DROP_IN"] = str(int(drop_in))
     num_ranks = options.get("tp_size", 1)
     with booted(bf16_of(family, 1, work), num_ranks, port=free_port(), **NOISE | options) as engine:
         subject = Replicas(engine)

@@ -27,7 +27,7 @@ def of_two(run_engine):
 @pytest.fixture(scope="module")
 def of_stages(run_engine):
     """Two stages each."""
-    options = {"dp_size": NUM_REPLICAS, "pp_size": 2}
+    options = {"dp_size": NUM_REPLICAS, "pp_size": 2, "drop_in": True}
     return run_engine("replicas", family="qwen3", in_flight=["wait"], ending="faults", **options)
 
 
@@ -75,7 +75,7 @@ def test_stages_of_every_replica_hold_together_what_a_fresh_engine_loads(of_stag
 
 def test_stages_are_told_while_a_request_runs_and_wait_for_it(of_stages):
     found = of_stages["wait"]
-    assert (found["num_interrupted"], found["lengths"]) == (0, [60])
+    assert (found["num_interrupted"], found["lengths"]) == (0, [240])
     assert found["live"] == of_stages["policies"]["rounds"][1]["live"]
 
 
@@ -121,7 +121,7 @@ def test_requests_of_replicas_go_on_and_idle_ones_take_part(replicas, in_flight,
         request.getfixturevalue(replicas)["policies"]["rounds"],
     )
     assert found["num_interrupted"] == num_interrupted
-    assert set(found["lengths"]) == {60}
+    assert set(found["lengths"]) == {240}
     assert found["live"] == rounds[0 if in_flight == "keep" else 1]["live"]
 
 
