@@ -2,7 +2,8 @@
 
 - `nox -s quick`: lint, types and the quick tests, in two minutes, before every commit
 - `nox -s demo`: the main job on the embedded default: no GPU, no download
-- `nox -s tests`: core and transformers, then real vLLM, then real SGLang with stubbed kernels, on the CPU
+- `nox -s tests`: core and transformers, then real vLLM, then real SGLang with stubbed kernels, on the CPU; what takes long with
+  `FP8REFIT_TESTS=all`
 - `nox -s tests_old_vllm tests_old_sglang`: the oldest vLLM and SGLang that run
 - `nox -s tests_trl`: TRL's trainer and its server, from its wheel, with the drop-in
 - `nox -s tests_verl`: verl's rollout worker, from its wheel, with the drop-in; corrections against verl's
@@ -80,6 +81,8 @@ SLOWEST = ("--durations=25", "--durations-min=2")
 """CI prints what takes long."""
 DOCSTRINGS = "DOC102,DOC202,DOC403"
 """Docstrings name no argument, result or yield that a signature lacks; `D417` in pyproject.toml is the other way round."""
+HAS_ALL = os.environ.get("FP8REFIT_TESTS") == "all"
+"""Whether `tests` leaves nothing out; see `MORE` in tests/conftest.py."""
 NEEDS_CUDA_TORCH = ("torchvision", "torchaudio", "torchcodec")
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONDONTWRITEBYTECODE": None}
 """None unsets a variable: a module that an installer left uncompiled is compiled once, not in every process."""
@@ -162,15 +165,21 @@ def install_sglang(session: nox.Session, version: str) -> None:
 def tests_core(session: nox.Session) -> None:
     """Core and transformers. The runner of mutants is tested before it is used."""
     install_core(session)
-    chosen = ("-n", "2", "-m", "not gpu and not vllm and not sglang", "--ignore", MUTANTS)
-    session.run("pytest", *chosen, *SLOWEST, *session.posargs, env=ENVIRONMENT)
+    chosen = marked(session, "not gpu and not vllm and not sglang")
+    session.run("pytest", "-n", "2", *chosen, "--ignore", MUTANTS, *SLOWEST, *session.posargs, env=ENVIRONMENT)
+
+
+def marked(session: nox.Session, *marks: str) -> tuple[str, ...]:
+    """Options for tests with these marks, without those that take long unless all are wanted, or some are asked for."""
+    marks = marks if HAS_ALL or session.posargs else (*marks, "not more")
+    return ("-m", " and ".join(marks)) if marks else ()
 
 
 @nox.session
 def tests_vllm(session: nox.Session) -> None:
     """Real vLLM on the CPU: its engine in this process and in others, one rank and two, `LLM` and `AsyncLLM`."""
     install_vllm(session)
-    session.run("pytest", "tests/vllm", *SLOWEST, *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", "tests/vllm", *marked(session), *SLOWEST, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
@@ -206,7 +215,8 @@ def tests_old_sglang(session: nox.Session) -> None:
 
 def run_sglang(session: nox.Session, version: str) -> None:
     install_sglang(session, version)
-    session.run("pytest", "tests/sglang", *SLOWEST, *SGLANG[version], *session.posargs, env=ENVIRONMENT)
+    chosen = (*marked(session), *SGLANG[version])
+    session.run("pytest", "tests/sglang", *chosen, *SLOWEST, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session

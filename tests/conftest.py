@@ -6,6 +6,7 @@ the kernels are imported here, before a test module can import Triton otherwise;
 
 import gc
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,30 @@ if not torch.cuda.is_available():
         patch.setenv("TRITON_INTERPRET", "1")
         import fp8refit.kernels.triton_groups
         import fp8refit.kernels.triton_table  # noqa: F401
+
+
+HERE = Path(__file__).parent
+MORE = (
+    *("fuzz/", "kernels/test_launches.py", "training/precision/test_unify.py"),
+    *("test_examples.py", "test_grpo.py", "test_soak.py", "test_testing.py", "test_wheel.py"),
+    *(
+        f"vllm/test_{name}.py"
+        for name in ("bench", "clients", "conformance", "containers", "grpo", "inspect", "kept_copies")
+    ),
+    *(f"vllm/test_{name}.py" for name in ("killed_streams", "rank_faults", "ray", "updates", "zoo")),
+    *(
+        f"sglang/test_{name}_stubbed_kernels.py"
+        for name in ("bench", "conformance", "containers", "grpo", "updates", "zoo")
+    ),
+)
+"""What takes long for what it says more than the rest does: `FP8REFIT_TESTS=all nox -s tests` runs it too, and CI does."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.is_relative_to(HERE) and item.path.relative_to(HERE).as_posix().startswith(MORE):
+            item.add_marker("more")
 
 
 def pytest_collection_finish():
