@@ -2,9 +2,11 @@
 
 import asyncio
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
+from cpu_lora import ASKS
 from engines import ASKED, PROMPTS, bf16_of, booted, drop_caches, make_policy, said
 from sglang import Engine
 from subject import Subject
@@ -28,6 +30,7 @@ LONG = 160
 
 def run_adapters(family: str, num_ranks: int, work: Path) -> dict:
     """An engine of policy 2 with adapters, moved to policy 1, of which one is refitted; then one that loads all that anew."""
+    os.environ[ASKS] = "1"
     folder = work / f"adapters-{family}"
     for seed in (1, 2):
         quantize_checkpoint(bf16_of(family, seed, work), folder / f"fp8-{seed}")
