@@ -58,7 +58,7 @@ class Scheduler:
     @property
     def _group(self) -> Any:
         """Those of this replica's ranks in SGLang: of all stages of a pipeline, if there are several."""
-        return self._scheduler.tp_group if num_stages(self._scheduler.server_args) == 1 else self._scheduler.world_group
+        return self._scheduler.tp_group if self.num_stages == 1 else self._scheduler.world_group
 
     @property
     def rank(self) -> int:
@@ -78,14 +78,13 @@ class Scheduler:
     @property
     def num_later_stages(self) -> int:
         """How many stages of the pipeline come after this rank's."""
-        later = num_stages(self._scheduler.server_args) - 1
+        later = self.num_stages - 1
         return later - int(self._scheduler.pp_group.rank_in_group) if later else 0
 
     @property
     def steps_in_parts(self) -> bool:
         """Whether a forward takes more than this rank's tokens and its tensor-parallel group."""
-        arguments = self._scheduler.server_args
-        return num_stages(arguments) > 1 or has_dp_attention(arguments)
+        return self.num_stages > 1 or has_dp_attention(self._scheduler.server_args)
 
     @property
     def draft_algorithm(self) -> str:

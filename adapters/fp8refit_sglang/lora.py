@@ -16,9 +16,10 @@ from typing_extensions import override
 from fp8refit.live.names import strip_wrappers
 from fp8refit.live.slots import TensorMeta
 from fp8refit.tracing.boxes import pieces_of, written_by
-from fp8refit.tracing.loras import AdapterMemory, Loaded, Matrices, box_of, tried
+from fp8refit.tracing.loras import AdapterMemory, Loaded, Matrices, tried
+from fp8refit.tracing.stored import box_of
 from fp8refit.tracing.trace import Trace
-from fp8refit_sglang.compat import empty_slot
+from fp8refit_sglang.compat import empty_slot, num_stages
 from fp8refit_sglang.live_scheduler import Scheduler
 
 _NOTE = "_fp8refit_note"
@@ -57,7 +58,7 @@ class PooledAdapters(AdapterMemory):
         loras = [] if manager is None else [(ref, manager.loras[uid]) for uid, ref in manager.lora_refs.items()]
         arguments = self._scheduler.itself.server_args
         why = _UNLOADED if getattr(arguments, "max_loaded_loras", None) is not None else ""
-        why = _OF_STAGES if getattr(arguments, "pp_size", 1) > 1 else why
+        why = _OF_STAGES if num_stages(arguments) > 1 else why
         return [
             Loaded(
                 name=ref.lora_name,
@@ -150,7 +151,7 @@ def _parts_of(lora: Any) -> list[tuple[str, Tensor]]:
                     boxes = [piece.into for piece in pieces]
                 else:
                     boxes = written_by(places, tuple(tensor.shape)) or []
-                held += [(places.source, box_of(whole, box)) for box in boxes]
+                held += [(places.source, box_of(whole, box, range(whole.ndim))) for box in boxes]
     found = {name for name, part in held if tuple(part.shape) == shapes.get(name)}
     if lost := shapes.keys() - found:
         raise ValueError(f"SGLang joins {min(lost)} with others in a way that is not known")

@@ -31,7 +31,7 @@ class ExpertPlaces:
     """
 
     def __init__(self, worker: Any) -> None:
-        self._state = getattr(worker.model_runner, "eplb_state", None)
+        self._state = _state_of(worker)
         self._maps = self._read()
         layers = [
             (each.model, layer, experts)
@@ -88,7 +88,7 @@ def check_mover(worker: Any) -> None:
     Raises:
         EngineLostError: Its thread has died.
     """
-    state = getattr(worker.model_runner, "eplb_state", None)
+    state = _state_of(worker)
     thread = getattr(state, "async_worker", None)
     is_moving = any(getattr(each, "rebalanced", False) for each in getattr(state, "model_states", {}).values())
     if is_moving and thread is not None and not thread.is_alive():
@@ -99,9 +99,14 @@ def check_mover(worker: Any) -> None:
 
 def end_moves(worker: Any) -> None:
     """Discard what was copied apart in the background. Every rank calls this, between steps."""
-    state = getattr(worker.model_runner, "eplb_state", None)
+    state = _state_of(worker)
     if state is not None and state.is_async:
         state.drain_async()
+
+
+def _state_of(worker: Any) -> Any:
+    """VLLM's `EplbState`; None if experts do not move."""
+    return getattr(worker.model_runner, "eplb_state", None)
 
 
 def _own(module: Any, experts: Sequence[int]) -> list[int]:

@@ -13,10 +13,13 @@ from fp8refit.ranks.kv.measuring import Heads, LivePrefill, one_for_each_reason,
 from fp8refit.tracing.rules import Why
 
 _FP8 = ("fp8", "fp8_e4m3")
-_READS_TENSORS = frozenset({"FLASH_ATTN", "FLASH_ATTN_DIFFKV", "FLEX_ATTENTION", "TRITON_ATTN", "TRITON_ATTN_DIFFKV"})
-"""Attention backends whose kernels read the scales from device tensors at run time."""
-_LATENTS_READ_TENSORS = frozenset({"FLASHMLA", "TRITON_MLA"})
-"""The same of latent attention."""
+_READS_TENSORS = frozenset(
+    {
+        *("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "FLEX_ATTENTION", "TRITON_ATTN", "TRITON_ATTN_DIFFKV"),
+        *("FLASHMLA", "TRITON_MLA"),
+    }
+)
+"""Attention backends whose kernels read the scales from device tensors at run time; then those of latent attention."""
 _READS_NUMBERS = frozenset({"CPU_ATTN", "FLASHINFER", "FLASHINFER_MLA"})
 """Attention backends that take the scales as Python numbers, which a CUDA graph freezes."""
 
@@ -126,8 +129,7 @@ def _why_not_written(attention: Any, *, has_graphs: bool) -> Why:
     backend, others = _backend_of(attention), '"FLASH_ATTN" or "TRITON_ATTN"'
     if _is_latent(attention):
         others = '"TRITON_MLA" or "FLASHMLA"'
-    is_read = backend in _READS_TENSORS | _LATENTS_READ_TENSORS
-    if is_read or (backend in _READS_NUMBERS and not has_graphs):
+    if backend in _READS_TENSORS or (backend in _READS_NUMBERS and not has_graphs):
         return None
     if backend in _READS_NUMBERS:
         reason = f"its backend {backend} takes scales as numbers, which CUDA graphs freeze"

@@ -7,7 +7,7 @@ the engine's own code does when it fills a slot.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,7 +18,8 @@ from torch import Tensor
 from fp8refit.config import LORA
 from fp8refit.live.names import strip_wrappers
 from fp8refit.live.slots import LoraAdapter, Slot, dtype_name
-from fp8refit.tracing.boxes import Range, pieces_of
+from fp8refit.tracing.boxes import pieces_of
+from fp8refit.tracing.stored import box_of
 from fp8refit.tracing.trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -109,8 +110,8 @@ class Loras:
             elif adapter.index is None:
                 why = (
                     "is loaded, but has no slot now: refit the weights first if they slept, or send a request with it, "
+                    "or add it again (add_lora)"
                 )
-                why += "or add it again (add_lora)"
             elif not why:
                 try:
                     why = found._add(adapter, memory.matrices_of(adapter))
@@ -147,8 +148,9 @@ class Loras:
         for copy, boxes in pieces.items():
             for box in boxes or ():
                 key, full = held[int(copy.source)]
-                here, name = box_of(full, box.read), f"{LORA}{adapter.name}.{key}"
-                weight = box_of(stacked[copy.parameter], box.into).view(here.shape)
+                here, name = box_of(full, box.read, range(full.ndim)), f"{LORA}{adapter.name}.{key}"
+                stack = stacked[copy.parameter]
+                weight = box_of(stack, box.into, range(stack.ndim)).view(here.shape)
                 offset = tuple(start for start, _ in box.read)
                 module, dtype = copy.parameter.split()[0], dtype_name(weight.dtype)
                 self.slots.append(
@@ -179,10 +181,3 @@ def tried(what: str) -> Iterator[None]:
         yield
     except Exception:
         logger.debug("%s has got no slot", what, exc_info=True)
-
-
-def box_of(tensor: Tensor, ranges: Iterable[Range]) -> Tensor:
-    """A box of a tensor: a range in each dimension."""
-    for dim, (start, length) in enumerate(ranges):
-        tensor = tensor.narrow(dim, start, length)
-    return tensor

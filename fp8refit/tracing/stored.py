@@ -163,10 +163,10 @@ def _is_known(name: str, tensor: Tensor, scaled: Sequence[str]) -> bool:
         return tensor.dtype in (FP8_DTYPE, torch.uint8)
     if name.endswith((SCALE_SUFFIX, GLOBAL_SUFFIX)):
         return name.removesuffix(SCALE_SUFFIX).removesuffix(GLOBAL_SUFFIX) in scaled
-    return is_plain(name, tensor)
+    return _is_plain(name, tensor)
 
 
-def is_plain(name: str, tensor: Tensor) -> bool:
+def _is_plain(name: str, tensor: Tensor) -> bool:
     """Whether a live tensor is no part of a quantized weight."""
     stands_for_others = bool(is_traceable_wrapper_subclass(tensor))  # as torchao's do
     return tensor.dtype in SOURCE_DTYPES and not (stands_for_others or name.endswith(("weight_scale", SCALE_SUFFIX)))
